@@ -1,0 +1,155 @@
+"""The values that travel between the parts. Torch-free; arrays are numpy and never written after construction.
+
+Legend: `P` prompt tokens, `T` response tokens (all turns), `K` responses of a group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of a data set."""
+
+    id: str
+    """Stable over epochs, restarts and machines."""
+    task: str
+    """Name of the task that made it and that scores its responses."""
+    text: str
+    """What the model reads, after the chat template. For people and reports; the model gets `token_ids`."""
+    token_ids: tuple[int, ...]
+    answer: str
+    """What the task's reward needs to score a response (gold answer, or a JSON document)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a response is sampled. Every field is sent; nothing is filled in by a server.
+
+    The behaviour log-probs are those of the distribution that these parameters give.
+    """
+
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    """1 is off."""
+    top_k: int
+    """0 is off."""
+    min_tokens: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Every id that ends a response; it is part of the response and counted in `T`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What the fleet generated for one sample: token ids, never text (invariant 1)."""
+
+    token_ids: Int32Array
+    """[T]"""
+    behaviour_logprobs: Float32Array
+    """[T] log-prob of each token under the distribution that it was sampled from."""
+    versions: Int32Array
+    """[T] version of the weights that sampled each token; non-decreasing."""
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.behaviour_logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"a response needs as many log-probs and versions as tokens, got {len(self.token_ids)} tokens, "
+                f"{len(self.behaviour_logprobs)} log-probs, {len(self.versions)} versions"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """A response with its reward."""
+
+    prompt: Prompt
+    draw_id: int
+    sample_index: int
+    response: Response
+    reward: float
+    """In [-1, 1]."""
+    server: str
+    started_s: float
+    """Monotonic seconds at which the request was sent."""
+    finished_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.response.token_ids)
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.response.versions.min())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The responses sampled for one draw of a prompt."""
+
+    draw_id: int
+    prompt: Prompt
+    admission_version: int
+    trajectories: tuple[Trajectory, ...]
+    """Up to K; fewer after the loss of a member (`reduced`)."""
+    finished_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSequences:
+    """Prompts and responses laid end to end, as the worker groups receive them.
+
+    Per-token results (log-probs, values, ...) come back as one flat array of `sum(response_lengths)` numbers in
+    the same order.
+    """
+
+    prompt_token_ids: Int32Array
+    """[sum P]"""
+    prompt_lengths: Int32Array
+    """[B]"""
+    response_token_ids: Int32Array
+    """[sum T]"""
+    response_lengths: Int32Array
+    """[B]"""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.response_lengths)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.response_token_ids)
+
+
+def concatenate_sequences(pairs: Sequence[tuple[Sequence[int] | Int32Array, Int32Array]]) -> TokenSequences:
+    """Lay `(prompt ids, response ids)` pairs end to end."""
+    prompts = [np.asarray(prompt, dtype=np.int32) for prompt, _ in pairs]
+    responses = [np.asarray(response, dtype=np.int32) for _, response in pairs]
+    empty = np.zeros(0, dtype=np.int32)
+    return TokenSequences(
+        prompt_token_ids=np.concatenate([empty, *prompts]),
+        prompt_lengths=np.array([len(ids) for ids in prompts], dtype=np.int32),
+        response_token_ids=np.concatenate([empty, *responses]),
+        response_lengths=np.array([len(ids) for ids in responses], dtype=np.int32),
+    )
