@@ -1,0 +1,230 @@
+"""The sections of a run's configuration. Only this package has defaults; each part receives its own section."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["float32", "bfloat16"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run; its folder is `folder/name`."""
+    folder: Path = Path("runs")
+    """Where run folders are made."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of everything the trainer draws: prompt order, splits, mini-batches, head initialisation."""
+    num_steps: int = Field(default=100, ge=1)
+    """Training steps; the version of the weights at the end."""
+    overwrite: bool = False
+    """Replace a run folder of the same name instead of refusing to start."""
+    join_timeout_s: PositiveSeconds = 300
+    """How long to wait for fleet servers and worker groups at start."""
+    request_timeout_s: PositiveSeconds = 600
+    """Deadline of one request to a worker group (forward, train, send)."""
+    stall_after_s: PositiveSeconds = 60
+    """Without progress for so long, what each loop waits for is logged."""
+    fail_after_s: PositiveSeconds = 900
+    """Without progress for so long, the run fails."""
+
+
+class ActorSection(Section):
+    model: Path
+    """Folder of the initial policy (Hugging Face format) with its tokenizer."""
+    dtype: Dtype = "float32"
+    """Type of the weights in training and of the bytes that are published."""
+    backend: Literal["plain"] = "plain"
+    """Training engine of the group: plain torch."""
+    num_ranks: int = Field(default=1, ge=1)
+    """Ranks of the actor group that this machine starts."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each batch (UTD, update to data)."""
+    mini_batches: int = Field(default=2, ge=1)
+    """Optimizer steps of one pass."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens, padding included, of one forward and backward."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of each rank; 0: all that the process may use."""
+    non_finite_budget: int = Field(default=5, ge=0)
+    """Optimizer steps that may be skipped for a non-finite loss or gradient before the run fails."""
+
+
+class CriticSection(Section):
+    count: int = Field(default=2, ge=0)
+    """Mini-critics M; each trains on its own share of every group's responses."""
+    model: Path | None = None
+    """Folder of the model that every critic starts from; needed when `count` > 0."""
+    dtype: Dtype = "float32"
+    backend: Literal["plain"] = "plain"
+    num_ranks: int = Field(default=1, ge=1)
+    """Ranks of each critic group that this machine starts."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1)
+    """Passes of each critic over its share of a batch."""
+    mini_batches: int = Field(default=2, ge=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    num_threads: int = Field(default=0, ge=0)
+    value_clip: float | None = Field(default=None, gt=0)
+    """Half width of the clipped value loss; none: plain squared error."""
+    data: Literal["group_split", "random_split", "shared"] = "group_split"
+    """How responses are dealt to the critics (AsyPPO: disjoint shares of every group)."""
+    non_finite_budget: int = Field(default=5, ge=0)
+
+
+class TaskSection(Section):
+    name: str = "arithmetic"
+    """`arithmetic`, or `reasoning_gym:NAME`."""
+    params: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    """Parameters of the task, as its own documentation names them."""
+    num_train: int = Field(default=10_000, ge=1)
+    """Prompts of the training split."""
+    num_heldout: int = Field(default=256, ge=1)
+    """Prompts of the held-out split; disjoint from training."""
+    system_prompt: str | None = None
+    """First message of the chat template, for models that have one."""
+    reward_processes: int = Field(default=1, ge=1)
+    reward_timeout_s: PositiveSeconds = 10
+    """A response that is not scored in this time is a lost member of its group."""
+
+
+class SamplingSection(Section):
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """1 is off. Below 1 the behaviour is not the model's own distribution; refused in this version."""
+    top_k: int = Field(default=0, ge=0)
+    """0 is off; as `top_p`."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest response; one that reaches it is finished, with the reward that its text earns."""
+
+
+class BatchSection(Section):
+    prompts: int = Field(default=32, ge=1)
+    """Groups of one training step (B)."""
+    group_size: int = Field(default=8, ge=1)
+    """Responses sampled for each prompt (K)."""
+    filter_uniform_groups: bool = False
+    """Leave out groups whose responses all earned the same reward (DAPO's dynamic sampling)."""
+
+
+class StalenessSection(Section):
+    max_staleness: int = Field(default=1, ge=0)
+    """No token older than so many versions has weight in a policy update; 0 is synchronous training."""
+    on_stale: Literal["wait", "mask", "drop"] = "wait"
+    """When a group is not there on its last step in time: wait for it, mask its stale tokens later, or drop it."""
+    lead: Literal["saturated", "auto"] = "auto"
+    """How far generation runs ahead: as far as the bound allows, or only as far as the trainer needs."""
+    max_attempts: int = Field(default=3, ge=1)
+    """How often one draw of a prompt is tried before it is listed as dropped."""
+    max_concurrent_groups: int = Field(default=512, ge=1)
+    """Groups that are generated at once, over the whole fleet."""
+
+
+class AlgorithmSection(Section):
+    schedule: Literal["post", "pre", "critic_ahead"] = "post"
+    """When the critics train: before the advantages (AsyPPO, Algorithm 1), beside the actor on values from before
+    (S3AC, VC-PPO), or one batch ahead of the actor."""
+    lambda_actor: float | None = Field(default=1.0, ge=0, le=1)
+    """GAE lambda of the advantages; none: length-adaptive, 1 - 1 / (alpha T)."""
+    lambda_alpha: float = Field(default=1.5, gt=0)
+    lambda_critic: float = Field(default=1.0, ge=0, le=1)
+    """1: Monte Carlo returns as the critics' targets."""
+    value_aggregation: Literal["mean", "min"] = "mean"
+    whiten_advantages: bool = False
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "seq-mean-token-mean"
+    advantage_mask_share: Share = 0.2
+    """Share of tokens, lowest value std of the batch, whose advantage is masked (k)."""
+    entropy_filter_share: Share = 0.2
+    """Share of tokens, highest value std of the batch, left out of the entropy bonus (h)."""
+    entropy_coefficient: float = Field(default=0.01, ge=0)
+    mismatch: Literal["none", "icepop", "icepop_mask", "tis"] = "icepop"
+    """Correction by proximal / behaviour ratios: none, IcePoP with or without the ratio as weight, or TIS."""
+    mismatch_low: float = Field(default=0.5, ge=0)
+    mismatch_high: float = Field(default=5.0, gt=0)
+    renormalise: bool = False
+    """Divide by the tokens that are kept instead of by all valid ones."""
+    critic_trains_on: Literal["all", "kept"] = "all"
+    """Whether rejected and stale tokens still train the critics."""
+
+
+class WeightsSection(Section):
+    backend: Literal["gloo", "nccl"] = "gloo"
+    bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV of requests in flight when the weights change."""
+    min_deadline_s: PositiveSeconds = 30
+    """Shortest deadline of one leg of a publication; longer ones follow from bytes and measured rate."""
+    lease_s: PositiveSeconds = 60
+    """A server resets an update whose trainer is silent for so long."""
+    num_probe_sequences: int = Field(default=4, ge=1)
+    """Continuations that are sampled after each publication to compare the engine with the trainer."""
+    probe_tokens: int = Field(default=16, ge=1)
+    """Length of each sampled continuation."""
+    probe_tolerance: float = Field(default=0.0, ge=0)
+    """Largest mean gap (nats) of a probe; 0: ten times the gap measured at the first publication, at least 1e-5."""
+
+
+class EvaluationSection(Section):
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate after every so many steps; 0: only before and after the run."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Responses at temperature 1 for each held-out prompt (avg@k)."""
+    greedy: bool = True
+    """Also one greedy response for each prompt."""
+    hold_s: PositiveSeconds = 20
+    """How long a publication may wait for an evaluation that is under way."""
+    num_prompts: int = Field(default=0, ge=0)
+    """Held-out prompts of the evaluations within the run; 0: all of them."""
+
+
+class FleetSection(Section):
+    servers: tuple[str, ...] = ()
+    """`host:port` of each server; none: one server is started on this machine and ends with the run."""
+    max_num_seqs: int = Field(default=128, ge=2)
+    """Samples that an embedded server runs at once."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest prompt plus response of an embedded server; 0: what the model takes."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache of an embedded CPU server."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of an embedded server; 0: vLLM's own choice."""
+    group_deadline_s: PositiveSeconds = 600
+    """A group that is not finished in this time is failed and drawn again."""
+    extra_args: tuple[str, ...] = ()
+    """Further options for `asyppo-fleet serve` of an embedded server."""
+
+
+class TrainConfig(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    actor: ActorSection
+    critic: CriticSection = CriticSection()
+    task: TaskSection = TaskSection()
+    sampling: SamplingSection = SamplingSection()
+    batch: BatchSection = BatchSection()
+    staleness: StalenessSection = StalenessSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    weights: WeightsSection = WeightsSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    fleet: FleetSection = FleetSection()

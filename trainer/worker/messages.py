@@ -1,0 +1,149 @@
+"""What the coordinator and the worker groups say to each other: typed values, no I/O.
+
+Per-token arrays are flat over the responses of a `TokenSequences`, in its order. A request is computed on the whole
+batch by the coordinator; the group client cuts it into one shard per rank and puts the results together again.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyppo_async.types import Float32Array, Int32Array, TokenSequences
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorForward:
+    """Log-probs of given responses (proximal log-probs, probe sequences)."""
+
+    sequences: TokenSequences
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorForwardResult:
+    logprobs: Float32Array
+    """[sum T]"""
+    entropies: Float32Array
+    """[sum T] of the full distribution at `temperature`."""
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatches:
+    """Which sequences each optimizer step sees, over all epochs, and what its sums are divided by.
+
+    The denominators are global (over ranks and micro-batches), so that no cutting changes a gradient (invariant 5).
+    """
+
+    sequence_indices: Int32Array
+    """[sum of sizes] indices into the batch, optimizer step after optimizer step."""
+    sizes: Int32Array
+    """[S] sequences of each optimizer step; a size of 0 is a step that is skipped."""
+    denominators: Float64Array
+    """[S]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorTrain:
+    """One training step of the actor: `sum(policy_weights * loss) / D - beta * sum(entropy_weights * H) / D`."""
+
+    sequences: TokenSequences
+    proximal_logprobs: Float32Array
+    """[sum T]"""
+    advantages: Float32Array
+    """[sum T]"""
+    policy_weights: Float32Array
+    """[sum T] masks x mismatch weight x the token's share in the aggregation; exactly 0 where a token has no say."""
+    entropy_weights: Float32Array
+    """[sum T] filter x masks x the token's share in the aggregation."""
+    mini_batches: MiniBatches
+    temperature: float
+    clip_low: float
+    clip_high: float
+    entropy_coefficient: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticForward:
+    sequences: TokenSequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticForwardResult:
+    values: Float32Array
+    """[sum T]: V(s_t) for t = 0..T-1, that is, from the last prompt token on (`algorithms.md` 0.1)."""
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticTrain:
+    """One training step of a critic: `sum(weights * 1/2 (V - target)^2) / D`, clipped around `old_values` if asked."""
+
+    sequences: TokenSequences
+    targets: Float32Array
+    """[sum T]"""
+    weights: Float32Array
+    """[sum T]"""
+    old_values: Float32Array
+    """[sum T]; read only where `value_clip` is set."""
+    mini_batches: MiniBatches
+    value_clip: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """What one optimizer step measured; sums are over all ranks, ratios are over the tokens that had weight."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    skipped: bool
+    """The loss or the gradient was not finite, or nothing had weight."""
+    num_tokens: int
+    """Tokens with weight."""
+    entropy: float
+    """Mean over the tokens with entropy weight; NaN for a critic."""
+    clip_fraction_low: float
+    """Share of weighted tokens with A < 0 and ratio < 1 - clip_low (for a critic with `value_clip`: clipped ones)."""
+    clip_fraction_high: float
+    ratio_mean: float
+    ratio_max: float
+    kl_proximal: float
+    """k3 estimate of KL(proximal || policy)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    steps: tuple[OptimizerStep, ...]
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """One tensor of the published model, by its checkpoint name and full shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStore:
+    """Where rank 0's store listens, for one epoch of the weight session."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendResult:
+    checksums: tuple[int, ...]
+    """CRC-32 of each tensor's bytes as sent, in manifest order."""
+    num_bytes: int
+    gather_s: float
+    wire_s: float
