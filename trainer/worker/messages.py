@@ -5,7 +5,6 @@ batch by the coordinator; the group client cuts it into one shard per rank and p
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,15 +120,6 @@ class OptimizerStep:
 class TrainResult:
     steps: tuple[OptimizerStep, ...]
     compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMeta:
-    """One tensor of the published model, by its checkpoint name and full shape."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
