@@ -1,0 +1,1 @@
+"""Settings of a run and of a fleet server: pydantic models, presets, loading. Torch-free."""

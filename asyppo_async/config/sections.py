@@ -64,10 +64,10 @@ class ActorSection(Section):
 
 
 class CriticSection(Section):
-    count: int = Field(default=2, ge=0)
+    count: int = Field(default=2, ge=1)
     """Mini-critics M; each trains on its own share of every group's responses."""
-    model: Path | None = None
-    """Folder of the model that every critic starts from; needed when `count` > 0."""
+    model: Path
+    """Folder of the model that every critic starts from; its tokenizer must be the actor's."""
     dtype: Dtype = "float32"
     backend: Literal["plain"] = "plain"
     num_ranks: int = Field(default=1, ge=1)
@@ -119,8 +119,6 @@ class BatchSection(Section):
     """Groups of one training step (B)."""
     group_size: int = Field(default=8, ge=1)
     """Responses sampled for each prompt (K)."""
-    filter_uniform_groups: bool = False
-    """Leave out groups whose responses all earned the same reward (DAPO's dynamic sampling)."""
 
 
 class StalenessSection(Section):
@@ -219,7 +217,7 @@ class TrainConfig(Section):
 
     run: RunSection = RunSection()
     actor: ActorSection
-    critic: CriticSection = CriticSection()
+    critic: CriticSection
     task: TaskSection = TaskSection()
     sampling: SamplingSection = SamplingSection()
     batch: BatchSection = BatchSection()
