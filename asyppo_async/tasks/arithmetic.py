@@ -1,0 +1,104 @@
+"""Running sums: "3+8+5+9=" is answered by "3,11,16,25#25"; one token a character in a character vocabulary.
+
+Only the number after '#' is judged, so a response may slip on the way and is right or wrong as a whole: what a
+critic can learn is that the value falls at the slip.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from asyppo_async.tasks.params import read_int, refuse_unknown
+from asyppo_async.tasks.prompting import encode_prompt, select_questions
+from asyppo_async.tasks.protocol import PromptTokenizer, Split, TaskSpec
+from asyppo_async.types import Prompt
+
+ALPHABET = "0123456789+=,#"
+"""Every character of a question and of a well-formed response."""
+
+_RESPONSE = re.compile(r"[0-9]{1,4}(?:,[0-9]{1,4})*#([0-9]{1,4})")
+_MIN_NUMBERS, _MAX_NUMBERS = 4, 7
+_QUESTIONS_PER_PROMPT = 40
+_QUESTIONS_AT_LEAST = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticTask:
+    """Sums of `min_numbers` to `max_numbers` one-digit numbers."""
+
+    name: str
+    seed: int
+    system_prompt: str
+    min_numbers: int
+    max_numbers: int
+
+    @classmethod
+    def from_spec(cls, spec: TaskSpec) -> "ArithmeticTask":
+        """
+        Raises:
+            TaskError: a param is unknown or out of range.
+        """
+        refuse_unknown(spec, known=("min_numbers", "max_numbers"))
+        min_numbers = read_int(spec, "min_numbers", absent=_MIN_NUMBERS, at_least=2, at_most=99)
+        max_numbers = read_int(
+            spec, "max_numbers", absent=max(_MAX_NUMBERS, min_numbers), at_least=min_numbers, at_most=99
+        )
+        return cls(
+            name=spec.name,
+            seed=spec.seed,
+            system_prompt=spec.system_prompt,
+            min_numbers=min_numbers,
+            max_numbers=max_numbers,
+        )
+
+    def draw_numbers(self, rng: random.Random) -> list[int]:
+        """The numbers of one question, each from 1 to 9."""
+        return [rng.randint(1, 9) for _ in range(rng.randint(self.min_numbers, self.max_numbers))]
+
+    def prompts(self, split: Split, num: int, tokenizer: PromptTokenizer) -> list[Prompt]:
+        chosen = select_questions(self._questions(num), task=self.name, split=split, num=num)
+        return [
+            encode_prompt(
+                tokenizer, task=self.name, system_prompt=self.system_prompt, question=question, answer=answer
+            )
+            for question, answer in chosen
+        ]
+
+    def score(self, prompt: Prompt, text: str) -> float:
+        return 1.0 if final_number(text) == prompt.answer else -1.0
+
+    def _questions(self, num: int) -> Iterator[tuple[str, str]]:
+        rng = random.Random(self.seed)
+        for _ in range(_QUESTIONS_AT_LEAST + _QUESTIONS_PER_PROMPT * num):
+            numbers = self.draw_numbers(rng)
+            yield question_text(numbers), str(sum(numbers))
+
+
+def question_text(numbers: Sequence[int]) -> str:
+    """`3+8+5+9=`"""
+    return "+".join(str(number) for number in numbers) + "="
+
+
+def final_number(text: str) -> str | None:
+    """The number after '#' of a well-formed response, else None."""
+    match = _RESPONSE.fullmatch(text)
+    return None if match is None else match.group(1)
+
+
+def teacher_response(numbers: Sequence[int], *, slip_probability: float, rng: random.Random) -> str:
+    """Running sums by a teacher that slips by one with the given probability at each step, and goes on.
+
+    Raises:
+        ValueError: no numbers, or a probability outside [0, 1].
+    """
+    if not numbers or not 0.0 <= slip_probability <= 1.0:
+        raise ValueError(f"a teacher needs numbers and a probability, got {numbers} and {slip_probability}")
+    sums: list[int] = []
+    running = 0
+    for number in numbers:
+        running += number
+        if rng.random() < slip_probability:
+            running += rng.choice((-1, 1))
+        sums.append(running)
+    return ",".join(str(value) for value in sums) + f"#{running}"

@@ -1,0 +1,47 @@
+"""From a task's name to the task."""
+
+import importlib
+from collections.abc import Callable
+from typing import cast
+
+from asyppo_async.errors import TaskError
+from asyppo_async.tasks import reasoning
+from asyppo_async.tasks.arithmetic import ArithmeticTask
+from asyppo_async.tasks.params import nearest
+from asyppo_async.tasks.protocol import Task, TaskSpec
+from asyppo_async.tasks.reasoning import ReasoningGymTask
+
+_CUSTOM = "custom:"
+
+
+def create_task(spec: TaskSpec) -> Task:
+    """The task of a spec; equal specs give equal tasks in every process.
+
+    `custom:MODULE:CLASS` calls `CLASS(spec)` of an importable module of the user.
+
+    Raises:
+        TaskError: the name or a param is unknown; the message names what is near.
+    """
+    if spec.name == "arithmetic":
+        return ArithmeticTask.from_spec(spec)
+    if spec.name.startswith(reasoning.PREFIX):
+        return ReasoningGymTask.from_spec(spec)
+    if spec.name.startswith(_CUSTOM):
+        return _custom_task(spec)
+    raise TaskError(
+        f"there is no task {spec.name!r}; "
+        + nearest(spec.name, ("arithmetic", "reasoning_gym:NAME", "custom:MODULE:CLASS"))
+    )
+
+
+def _custom_task(spec: TaskSpec) -> Task:
+    module_name, _, attribute = spec.name.removeprefix(_CUSTOM).partition(":")
+    try:
+        module = importlib.import_module(module_name)
+        factory = cast(Callable[[TaskSpec], Task], getattr(module, attribute))
+    except (ImportError, ValueError, AttributeError) as error:
+        raise TaskError(
+            f"task {spec.name!r} cannot be loaded: {error}; "
+            "it must be custom:MODULE:CLASS with a module on PYTHONPATH"
+        ) from error
+    return factory(spec)
