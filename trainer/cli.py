@@ -1,0 +1,99 @@
+"""`asyppo-train`. Parses and checks first; torch and everything heavy is imported when there is something to do."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from asyppo_async.errors import AsyppoError
+
+app = typer.Typer(
+    name="asyppo-train",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train language models with asynchronous actor-critic reinforcement learning. "
+    "`asyppo-train CONFIG.toml` is short for `asyppo-train run CONFIG.toml`.",
+)
+
+_COMMANDS = ("run", "worker")
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="TOML file of the run; see examples/.", show_default=False)],
+    fleet: Annotated[
+        str,
+        typer.Option(help="Servers as host:port,host:port. Without it a server is started on this machine."),
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override a setting; may be given several times."
+        ),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Train as CONFIG says, to the end, and write the run folder."""
+    from asyppo_async.config.load import load_config
+
+    overrides = list(set_ or [])
+    if fleet:
+        servers = ", ".join(f'"{address.strip()}"' for address in fleet.split(",") if address.strip())
+        overrides.append(f"fleet.servers=[{servers}]")
+    settings = load_config(config, overrides)
+
+    from asyppo_async.trainer.run import run_training
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        interrupted = runner.run(run_training(settings, log_level))
+    if interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def worker(
+    role: Annotated[str, typer.Option(help="actor or critic.")],
+    connect: Annotated[str, typer.Option(help="host:port of the coordinator.")],
+    token_file: Annotated[
+        Path, typer.Option(help="File with the run's token; the coordinator names it in its log.")
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Processes to start here, one per device.")] = 1,
+) -> None:
+    """Join a run that is starting elsewhere with ranks of one role."""
+    from asyppo_async.trainer.worker.main import join_run
+
+    join_run(role=role, connect=connect, token_file=token_file, num_ranks=ranks)
+
+
+def main() -> None:
+    """Entry point: one line for a user's error, exit code 2 for a wrong option, 1 for an error, 130 when interrupted."""
+    arguments = sys.argv[1:]
+    is_command = arguments and (arguments[0] in _COMMANDS or arguments[0] in ("--help", "-h"))
+    if arguments and not is_command:
+        arguments = ["run", *arguments]
+    try:
+        app(args=arguments)
+    except* AsyppoError as group:
+        for line in _lines(group):
+            print(f"asyppo-train: {line}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _lines(group: BaseExceptionGroup[AsyppoError]) -> list[str]:
+    """Each distinct message once, outermost first."""
+    messages: dict[str, None] = {}
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            messages.update(dict.fromkeys(_lines(error)))
+        else:
+            messages[str(error).replace("\n", " ")] = None
+    return list(messages)
+
+
+if __name__ == "__main__":
+    main()
