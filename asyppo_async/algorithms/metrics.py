@@ -1,0 +1,213 @@
+"""What is measured about ratios, values and staleness. Plain numbers, nothing with a gradient.
+
+Sums are taken in float64. A statistic of nothing is NaN. Legend: `B` responses, `T` packed tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyppo_async.algorithms.mismatch import ratio
+from asyppo_async.algorithms.packed import compute_dtype, segment_max
+
+
+def _chosen(values: Tensor, valid: Tensor | None) -> Tensor:
+    return values.detach().double() if valid is None else values.detach()[valid].double()
+
+
+def kl_k1(log_ratio: Tensor, valid: Tensor | None = None) -> float:
+    """mean(-log ratio): estimates KL(sampler || other), unbiased, may be negative on a sample.
+
+    The sampler is the denominator of the ratio: KL(mu || pi_old) from log rho, KL(pi_old || pi_theta) from
+    log r.
+    """
+    return float((-_chosen(log_ratio, valid)).mean())
+
+
+def kl_k2(log_ratio: Tensor, valid: Tensor | None = None) -> float:
+    """mean(log ratio squared) / 2."""
+    return float(_chosen(log_ratio, valid).square().mean() / 2)
+
+
+def kl_k3(log_ratio: Tensor, valid: Tensor | None = None) -> float:
+    """mean(ratio - 1 - log ratio): the same KL as k1, unbiased and never negative."""
+    logs = _chosen(log_ratio, valid)
+    return float((ratio(logs) - 1 - logs).mean())
+
+
+def effective_sample_size(log_ratio: Tensor, valid: Tensor | None = None) -> float:
+    """(sum w)^2 / (N sum w^2), in (0, 1]: the share of tokens that the weights leave."""
+    weights = ratio(_chosen(log_ratio, valid))
+    return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
+
+
+def chi_square(log_ratio: Tensor, valid: Tensor | None = None) -> float:
+    """mean(w^2) - 1."""
+    return float(ratio(_chosen(log_ratio, valid)).square().mean() - 1)
+
+
+def perplexity_ratio(log_ratio: Tensor, valid: Tensor | None = None) -> float:
+    """exp(-mean log ratio)."""
+    return float(torch.exp(-_chosen(log_ratio, valid).mean()))
+
+
+def quantiles(values: Tensor, at: Sequence[float], valid: Tensor | None = None) -> tuple[float, ...]:
+    """Quantiles with linear interpolation (numpy), of any number of values; each NaN if there is none."""
+    chosen = values.detach() if valid is None else values.detach()[valid]
+    if chosen.numel() == 0:
+        return tuple(float("nan") for _ in at)
+    found = np.quantile(chosen.to(compute_dtype(chosen)).numpy(), list(at))
+    return tuple(float(value) for value in found)
+
+
+def value_std_quantiles(std: Tensor, valid: Tensor | None = None) -> tuple[float, ...]:
+    """.1, .2, .5, .8 and .9 quantile of the value std."""
+    return quantiles(std, (0.1, 0.2, 0.5, 0.8, 0.9), valid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioStatistics:
+    """Of one ratio over a set of tokens."""
+
+    num_tokens: int
+    mean: float
+    minimum: float
+    p1: float
+    p99: float
+    maximum: float
+    effective_sample_size: float
+    chi_square: float
+    kl_k1: float
+    kl_k3: float
+
+
+def ratio_statistics(log_ratio: Tensor, valid: Tensor | None = None) -> RatioStatistics:
+    """All figures of a ratio at once, over the valid tokens with a finite log ratio, before any rejection."""
+    finite = torch.isfinite(log_ratio)
+    measured = finite if valid is None else finite & valid
+    logs = _chosen(log_ratio, measured)
+    minimum, p1, p99, maximum = quantiles(ratio(logs), (0.0, 0.01, 0.99, 1.0))
+    return RatioStatistics(
+        num_tokens=logs.numel(),
+        mean=float(ratio(logs).mean()),
+        minimum=minimum,
+        p1=p1,
+        p99=p99,
+        maximum=maximum,
+        effective_sample_size=effective_sample_size(logs),
+        chi_square=chi_square(logs),
+        kl_k1=kl_k1(logs),
+        kl_k3=kl_k3(logs),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedVarianceSums:
+    """Sums from which explained variance, bias and squared error follow; those of two parts may be added.
+
+    (The mean of two parts' explained variances is not the explained variance of the whole.)
+    """
+
+    count: int
+    returns: float
+    returns_squared: float
+    errors: float
+    errors_squared: float
+
+    def __add__(self, other: "ExplainedVarianceSums") -> "ExplainedVarianceSums":
+        return ExplainedVarianceSums(
+            count=self.count + other.count,
+            returns=self.returns + other.returns,
+            returns_squared=self.returns_squared + other.returns_squared,
+            errors=self.errors + other.errors,
+            errors_squared=self.errors_squared + other.errors_squared,
+        )
+
+    @property
+    def explained_variance(self) -> float:
+        """1 - Var(G - V) / Var(G); NaN if the returns do not vary. Blind to a constant shift of V."""
+        if self.count == 0:
+            return float("nan")
+        variance = self.returns_squared / self.count - (self.returns / self.count) ** 2
+        if variance <= 1e-12 * max(1.0, self.returns_squared / self.count):
+            return float("nan")
+        error_variance = self.errors_squared / self.count - (self.errors / self.count) ** 2
+        return 1.0 - error_variance / variance
+
+    @property
+    def bias(self) -> float:
+        """mean(G - V)."""
+        return self.errors / self.count if self.count else float("nan")
+
+    @property
+    def mean_squared_error(self) -> float:
+        return self.errors_squared / self.count if self.count else float("nan")
+
+
+def explained_variance_sums(
+    returns: Tensor, values: Tensor, valid: Tensor | None = None
+) -> ExplainedVarianceSums:
+    """The sums over valid tokens, in float64."""
+    exact_returns = _chosen(returns, valid)
+    errors = exact_returns - _chosen(values, valid)
+    return ExplainedVarianceSums(
+        count=exact_returns.numel(),
+        returns=float(exact_returns.sum()),
+        returns_squared=float(exact_returns.square().sum()),
+        errors=float(errors.sum()),
+        errors_squared=float(errors.square().sum()),
+    )
+
+
+def explained_variance(returns: Tensor, values: Tensor, valid: Tensor | None = None) -> float:
+    """1 - Var(G - V) / Var(G) over valid tokens; NaN if the returns do not vary."""
+    return explained_variance_sums(returns, values, valid).explained_variance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessStatistics:
+    """Age of a batch in versions; of a response: of its oldest token."""
+
+    token_histogram: tuple[int, ...]
+    """Number of tokens with staleness 0, 1, 2, ..."""
+    sequence_histogram: tuple[int, ...]
+    mean: float
+    """Over tokens."""
+    maximum: int
+    mixed_share: float
+    """Share of responses that several versions sampled."""
+
+
+def staleness_statistics(
+    versions: Tensor, lengths: Tensor, trainer_version: int, valid: Tensor | None = None
+) -> StalenessStatistics:
+    """Histograms of staleness = trainer version at the start of the step minus the version of the token.
+
+    Args:
+        versions: [T] int, version that sampled each token.
+        lengths: [B].
+        trainer_version: at the start of the step.
+        valid: [T] bool; what is false is not counted.
+    """
+    age = (trainer_version - versions).to(torch.int64)
+    counted = torch.ones_like(age, dtype=torch.bool) if valid is None else valid
+    tokens = age[counted]
+    if bool((tokens < 0).any()):
+        raise ValueError(
+            f"a token of version {int(versions[counted].max())} is newer than trainer {trainer_version}"
+        )
+    exact = age.double()
+    oldest = segment_max(exact.masked_fill(~counted, -torch.inf), lengths)
+    newest = -segment_max((-exact).masked_fill(~counted, -torch.inf), lengths)
+    present = torch.isfinite(oldest)
+    oldest, newest = oldest[present], newest[present]
+    return StalenessStatistics(
+        token_histogram=tuple(torch.bincount(tokens).tolist()),
+        sequence_histogram=tuple(torch.bincount(oldest.long()).tolist()),
+        mean=float(tokens.double().mean()),
+        maximum=int(tokens.max()) if tokens.numel() else 0,
+        mixed_share=float((oldest != newest).double().mean()),
+    )
