@@ -1,0 +1,265 @@
+import asyncio
+import json
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyppo_async.errors import WeightSyncError
+from asyppo_async.weights.buckets import plan_buckets
+from asyppo_async.weights.manifest import Manifest, TensorSpec
+from asyppo_async.weights.transfer import WeightGroup, open_store, receive_into, send_tensors
+
+PEER = Path(__file__).with_name("peer.py")
+MIB = 2**20
+
+
+def manifest_of(num_elements: int, num_tensors: int) -> Manifest:
+    """As peer.py."""
+    specs = [
+        TensorSpec(
+            name=f"model.layers.{index}.{'mlp.up_proj' if index % 2 else 'self_attn.q_proj'}.weight",
+            shape=(num_elements + index, 3),
+            dtype="bfloat16" if index % 2 else "float32",
+        )
+        for index in range(num_tensors)
+    ]
+    specs += [
+        TensorSpec(name="empty", shape=(0, 4), dtype="float32"),
+        TensorSpec(name="scalar", shape=(), dtype="float32"),
+    ]
+    return Manifest(tensors=tuple(specs))
+
+
+def tensors_of(manifest: Manifest, seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(spec.name, torch.randn(spec.shape, generator=generator)) for spec in manifest.tensors]
+
+
+class Peer:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def event(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(self.process.stdout.readline(), 60)
+        return json.loads(line) if line else {"ended": True}
+
+
+@asynccontextmanager
+async def peer(**arguments: object) -> AsyncIterator[Peer]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(PEER), json.dumps(arguments), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield Peer(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def session(
+    num_receivers: int, *, num_elements: int, num_tensors: int, bucket_bytes: int, deadline_s: float = 20.0, **extra: Any
+) -> AsyncIterator[tuple[WeightGroup, Manifest, list[Peer]]]:
+    """This process as the sender, and receivers of their own."""
+    world_size = num_receivers + 1
+    store, port = open_store("127.0.0.1", world_size, deadline_s)
+    async with AsyncExitStack() as stack:
+        peers = [
+            await stack.enter_async_context(
+                peer(
+                    role="receive",
+                    port=port,
+                    rank=rank,
+                    world_size=world_size,
+                    epoch=7,
+                    deadline_s=deadline_s,
+                    bucket_bytes=bucket_bytes,
+                    num_elements=num_elements,
+                    num_tensors=num_tensors,
+                    **{"seeds": [0], **extra},
+                )
+            )
+            for rank in range(1, world_size)
+        ]
+        group = await asyncio.to_thread(
+            WeightGroup.join,
+            backend="gloo",
+            store=store,
+            rank=0,
+            world_size=world_size,
+            epoch=7,
+            deadline_s=60.0,
+            host="127.0.0.1",
+        )
+        stack.callback(group.close)
+        for member in peers:
+            assert await member.event() == {"joined": True}
+        yield group, manifest_of(num_elements, num_tensors), peers
+
+
+@pytest.mark.parametrize(("num_receivers", "bucket_bytes"), [(1, 64 * MIB), (2, 1024), (2, 4096 + 64)])
+async def test_send_of_two_versions_when_buckets_are_of_any_size_then_every_receiver_holds_the_tensors(
+    num_receivers: int, bucket_bytes: int
+) -> None:
+    async with session(
+        num_receivers, num_elements=333, num_tensors=6, bucket_bytes=bucket_bytes, seeds=[1, 2]
+    ) as (group, manifest, peers):
+        buckets = plan_buckets(manifest, bucket_bytes)
+        for seed in (1, 2):
+            report = await asyncio.to_thread(
+                send_tensors, group, manifest, buckets, tensors_of(manifest, seed), 20.0
+            )
+            assert report.num_bytes == manifest.num_bytes
+            for member in peers:
+                event = await member.event()
+                assert event["same"]
+                assert event["checksums"] == event["again"] == list(report.checksums)
+                assert event["num_bytes"] == manifest.num_bytes
+
+
+async def test_send_when_a_receiver_is_killed_then_it_fails_at_once_and_says_which_bucket() -> None:
+    async with session(2, num_elements=MIB, num_tensors=8, bucket_bytes=4 * MIB) as (group, manifest, peers):
+        buckets = plan_buckets(manifest, 4 * MIB)
+        tensors = dict(tensors_of(manifest, 0))
+
+        def slowly() -> Any:
+            for index, (name, tensor) in enumerate(tensors.items()):
+                if index == 3:
+                    peers[1].process.kill()
+                    time.sleep(0.2)
+                yield name, tensor
+
+        started_s = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"rank 0 of 3, weight session epoch 7: sending bucket \d+ of"):
+            await asyncio.to_thread(send_tensors, group, manifest, buckets, slowly(), 30.0)
+        assert time.monotonic() - started_s < 5
+        group.close()
+        assert "receiving bucket" in (await peers[0].event())["error"]
+
+
+async def test_send_when_a_receiver_is_stopped_then_it_fails_at_the_deadline() -> None:
+    async with session(1, num_elements=2 * MIB, num_tensors=8, bucket_bytes=8 * MIB, stop=True) as (
+        group,
+        manifest,
+        _,
+    ):
+        started_s = time.monotonic()
+        with pytest.raises(WeightSyncError, match="sending bucket"):
+            await asyncio.to_thread(
+                send_tensors, group, manifest, plan_buckets(manifest, 8 * MIB), tensors_of(manifest, 0), 2.0
+            )
+        assert 1.5 < time.monotonic() - started_s < 5
+
+
+async def test_receive_when_the_sender_is_killed_then_it_fails_at_once() -> None:
+    arguments = {"num_elements": 1000, "num_tensors": 50, "bucket_bytes": 4096, "world_size": 2, "epoch": 3}
+    manifest = manifest_of(1000, 50)
+    async with peer(role="send", deadline_s=20.0, pause_s=0.1, **arguments) as sender:
+        port = (await sender.event())["port"]
+        group = await asyncio.to_thread(
+            WeightGroup.join,
+            backend="gloo",
+            store=("127.0.0.1", port),
+            rank=1,
+            world_size=2,
+            epoch=3,
+            deadline_s=20.0,
+        )
+        buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8)
+        started_s = time.monotonic()
+        asyncio.get_running_loop().call_later(1.0, sender.process.kill)
+        with pytest.raises(WeightSyncError, match="receiving bucket"):
+            await asyncio.to_thread(
+                receive_into, group, manifest, plan_buckets(manifest, 4096), buffer, 20.0
+            )
+        assert time.monotonic() - started_s < 5
+        group.close()
+
+
+async def join_alone(epoch: int, deadline_s: float) -> None:
+    store, _ = open_store("127.0.0.1", 2, deadline_s)
+    await asyncio.to_thread(
+        WeightGroup.join,
+        backend="gloo",
+        store=store,
+        rank=0,
+        world_size=2,
+        epoch=epoch,
+        deadline_s=deadline_s,
+        host="127.0.0.1",
+    )
+
+
+async def test_join_when_a_rank_is_missing_then_it_fails_at_the_deadline() -> None:
+    started_s = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the weight session of epoch 5"):
+        await join_alone(5, 1.0)
+    assert time.monotonic() - started_s < 4
+
+
+async def test_join_when_the_store_is_gone_then_it_fails_by_the_deadline() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    started_s = time.monotonic()
+    with pytest.raises(WeightSyncError, match="could not join"):
+        await asyncio.to_thread(
+            WeightGroup.join,
+            backend="gloo",
+            store=("127.0.0.1", port),
+            rank=1,
+            world_size=2,
+            epoch=1,
+            deadline_s=1.0,
+        )
+    assert time.monotonic() - started_s < 10
+
+
+def test_open_store_when_given_one_address_then_no_other_address_reaches_it() -> None:
+    store, port = open_store("127.0.0.1", 2, 5.0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=2)
+    socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    del store
+
+
+def test_open_store_when_the_address_is_not_ours_then_it_says_so() -> None:
+    with pytest.raises(WeightSyncError, match=r"cannot listen on 192\.0\.2\.1"):
+        open_store("192.0.2.1", 2, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors[1:], "next, got model.layers.1"),
+        (lambda tensors: tensors[:-1], r"the manifest has scalar \[\] next, got nothing"),
+        (lambda tensors: [*tensors, ("more", torch.zeros(1))], "more comes after the last tensor"),
+        (lambda tensors: [(tensors[0][0], torch.zeros(0)), *tensors[1:]], r"got .*q_proj.weight \[0\]"),
+    ],
+)
+async def test_send_when_tensors_are_not_those_of_the_manifest_then_it_names_the_first(
+    change: Callable[[list[tuple[str, torch.Tensor]]], list[tuple[str, torch.Tensor]]], message: str
+) -> None:
+    async with session(1, num_elements=10, num_tensors=2, bucket_bytes=MIB, deadline_s=60.0) as (group, manifest, _):
+        with pytest.raises(WeightSyncError, match=message):
+            await asyncio.to_thread(
+                send_tensors, group, manifest, plan_buckets(manifest, MIB), change(tensors_of(manifest, 0)), 5.0
+            )
+
+
+def test_receive_into_when_the_buffer_has_the_wrong_size_then_it_is_refused() -> None:
+    manifest = manifest_of(10, 2)
+    never: Any = None
+    with pytest.raises(ValueError, match="the buffer must be uint8"):
+        receive_into(never, manifest, (), torch.empty(1, dtype=torch.uint8), 1.0)
+
+
