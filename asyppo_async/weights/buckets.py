@@ -69,7 +69,7 @@ class _Cutter:
 
 def _modules(manifest: Manifest) -> Iterator[tuple[int, ...]]:
     """Ends of the tensors of each leaf module; the padding behind a tensor belongs to it."""
-    ends = [*manifest.offsets[1:], manifest.num_bytes]
+    ends = [*manifest.offsets, manifest.num_bytes][1:]
     current: list[int] = []
     module = ""
     for spec, end in zip(manifest.tensors, ends, strict=True):

@@ -67,7 +67,13 @@ async def peer(**arguments: object) -> AsyncIterator[Peer]:
 
 @asynccontextmanager
 async def session(
-    num_receivers: int, *, num_elements: int, num_tensors: int, bucket_bytes: int, deadline_s: float = 20.0, **extra: Any
+    num_receivers: int,
+    *,
+    num_elements: int,
+    num_tensors: int,
+    bucket_bytes: int,
+    deadline_s: float = 20.0,
+    **extra: Any,
 ) -> AsyncIterator[tuple[WeightGroup, Manifest, list[Peer]]]:
     """This process as the sender, and receivers of their own."""
     world_size = num_receivers + 1
@@ -139,7 +145,9 @@ async def test_send_when_a_receiver_is_killed_then_it_fails_at_once_and_says_whi
                 yield name, tensor
 
         started_s = time.monotonic()
-        with pytest.raises(WeightSyncError, match=r"rank 0 of 3, weight session epoch 7: sending bucket \d+ of"):
+        with pytest.raises(
+            WeightSyncError, match=r"rank 0 of 3, weight session epoch 7: sending bucket \d+ of"
+        ):
             await asyncio.to_thread(send_tensors, group, manifest, buckets, slowly(), 30.0)
         assert time.monotonic() - started_s < 5
         group.close()
@@ -178,9 +186,7 @@ async def test_receive_when_the_sender_is_killed_then_it_fails_at_once() -> None
         started_s = time.monotonic()
         asyncio.get_running_loop().call_later(1.0, sender.process.kill)
         with pytest.raises(WeightSyncError, match="receiving bucket"):
-            await asyncio.to_thread(
-                receive_into, group, manifest, plan_buckets(manifest, 4096), buffer, 20.0
-            )
+            await asyncio.to_thread(receive_into, group, manifest, plan_buckets(manifest, 4096), buffer, 20.0)
         assert time.monotonic() - started_s < 5
         group.close()
 
@@ -249,10 +255,19 @@ def test_open_store_when_the_address_is_not_ours_then_it_says_so() -> None:
 async def test_send_when_tensors_are_not_those_of_the_manifest_then_it_names_the_first(
     change: Callable[[list[tuple[str, torch.Tensor]]], list[tuple[str, torch.Tensor]]], message: str
 ) -> None:
-    async with session(1, num_elements=10, num_tensors=2, bucket_bytes=MIB, deadline_s=60.0) as (group, manifest, _):
+    async with session(1, num_elements=10, num_tensors=2, bucket_bytes=MIB, deadline_s=60.0) as (
+        group,
+        manifest,
+        _,
+    ):
         with pytest.raises(WeightSyncError, match=message):
             await asyncio.to_thread(
-                send_tensors, group, manifest, plan_buckets(manifest, MIB), change(tensors_of(manifest, 0)), 5.0
+                send_tensors,
+                group,
+                manifest,
+                plan_buckets(manifest, MIB),
+                change(tensors_of(manifest, 0)),
+                5.0,
             )
 
 
@@ -261,5 +276,3 @@ def test_receive_into_when_the_buffer_has_the_wrong_size_then_it_is_refused() ->
     never: Any = None
     with pytest.raises(ValueError, match="the buffer must be uint8"):
         receive_into(never, manifest, (), torch.empty(1, dtype=torch.uint8), 1.0)
-
-
