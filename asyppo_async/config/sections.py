@@ -132,6 +132,8 @@ class StalenessSection(Section):
     """How often one draw of a prompt is tried before it is listed as dropped."""
     max_concurrent_groups: int = Field(default=512, ge=1)
     """Groups that are generated at once, over the whole fleet."""
+    max_replacements_per_step: int = Field(default=1000, ge=1)
+    """Draws that may be filtered or dropped between two batches before the run ends with an error."""
 
 
 class AlgorithmSection(Section):
