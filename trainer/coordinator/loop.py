@@ -111,6 +111,7 @@ class TrainingLoop:
             result = await self._runner.run(batch, trace, self._batch_ahead)
         async with self._changed:
             report = self._core.end_step(time.monotonic(), token_use(result))
+            self._rollouts.forget(report.fates)
             self._changed.notify_all()
         self._waits.progress()
         publication = await self._publish(result, trace)
@@ -129,7 +130,7 @@ class TrainingLoop:
 
     async def _next_batch(self, stop: asyncio.Event) -> Batch | None:
         async with self._changed:
-            while not stop.is_set():
+            while not stop.is_set() and not self._core.finished:
                 choice = self._core.choose_batch(time.monotonic())
                 if isinstance(choice, Chosen):
                     return await self._build(choice)
@@ -147,7 +148,7 @@ class TrainingLoop:
                 await self._wait_for(choice)
 
     async def _wait_for(self, waiting: Waiting) -> None:
-        with self._waits.waiting("loop", _describe(waiting)):
+        with self._waits.waiting("loop", str(waiting)):
             await self._changed.wait()
 
     async def _build(self, chosen: Chosen) -> Batch:
@@ -222,13 +223,6 @@ class TrainingLoop:
         if publication is not None:
             row |= publication.metrics()
         return row
-
-
-def _describe(waiting: Waiting) -> str:
-    if waiting.due:
-        names = ", ".join(str(draw.draw_id) for draw in waiting.due[:8])
-        return f"step {waiting.step}: groups {names} that may not be overtaken any more"
-    return f"step {waiting.step}: {waiting.num_ready} of {waiting.num_wanted} groups are finished"
 
 
 def row_of(record: StepRecord) -> dict[str, object]:

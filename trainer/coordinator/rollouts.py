@@ -11,7 +11,7 @@ import numpy as np
 
 from asyppo_async.errors import FleetOverloaded
 from asyppo_async.trainer.coordinator.core import DecisionCore
-from asyppo_async.trainer.coordinator.draws import Draw
+from asyppo_async.trainer.coordinator.draws import Draw, Fate
 from asyppo_async.trainer.coordinator.rewards import Failed, Late, RewardPool, Scored
 from asyppo_async.trainer.coordinator.waits import Waits
 from asyppo_async.types import Group, Prompt, Response, SamplingParams, Trajectory
@@ -87,6 +87,12 @@ class Rollouts:
     def take(self, draws: Sequence[Draw]) -> list[Group]:
         """Hand over the finished groups of a chosen batch."""
         return [self._groups.pop(draw.draw_id) for draw in draws]
+
+    def forget(self, fates: Sequence[Fate]) -> None:
+        """Let go of finished groups that the core gave back or dropped while they were queued."""
+        for fate in fates:
+            if fate.outcome != "trained":
+                self._groups.pop(fate.draw.draw_id, None)
 
     async def run(self) -> None:
         """Start every draw that may be started.
