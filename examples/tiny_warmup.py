@@ -1,0 +1,239 @@
+"""The supervised warm-up behind `tiny_models.py`.
+
+The teacher writes running sums and slips by one at each step with a fixed probability, so that a model that has
+learned all there is to learn from it is right in about 45 of 100 cases. What reinforcement learning finds easy is
+to sharpen what a policy does part of the time; new arithmetic it finds hard at this size.
+"""
+
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from asyppo_async.tasks.arithmetic import (
+    ALPHABET,
+    ArithmeticTask,
+    final_number,
+    question_text,
+    teacher_response,
+)
+from asyppo_async.tasks.prompting import split_of
+from asyppo_async.tasks.protocol import TaskSpec
+
+VOCABULARY = ("<pad>", "<eos>", "<unk>", *ALPHABET)
+PAD_ID, EOS_ID = 0, 1
+NUM_CRITIC_LAYERS = 2
+NUM_STEPS = 1000
+BATCH_SIZE = 32
+LEARNING_RATE = 3e-3
+NUM_RISING_STEPS = 20
+SLIP_PROBABILITY = 0.15
+MAX_RESPONSE_TOKENS = 40
+NUM_SAMPLES = 2000
+REPORT_EVERY_STEPS = 100
+LOWEST_ACCURACY, HIGHEST_ACCURACY = 0.35, 0.55
+
+
+def make_models(out: Path, *, seed: int, budget_s: float, fingerprint: str) -> dict[str, object]:
+    """Warm the actor up and save it, the critic and the report under `out`.
+
+    Raises:
+        SystemExit: the budget was too short for an accuracy from which there is something to learn.
+    """
+    started_s = time.monotonic()
+    torch.manual_seed(seed)
+    actor = new_actor()
+    task = ArithmeticTask.from_spec(TaskSpec(name="arithmetic", seed=seed, system_prompt="", params={}))
+    print(
+        f"warm-up: {actor.num_parameters():,} parameters, {NUM_STEPS} steps, budget {budget_s:.0f} s",
+        flush=True,
+    )
+    num_steps = warm_up(actor, task, rng=random.Random(seed), started_s=started_s, budget_s=budget_s)
+    questions = draw_questions(task, NUM_SAMPLES, rng=random.Random(seed + 1), split="heldout")
+    accuracy = measure_accuracy(actor, questions, greedy=False)
+    accuracy_greedy = measure_accuracy(actor, questions, greedy=True)
+    report: dict[str, object] = {
+        "fingerprint": fingerprint,
+        "seed": seed,
+        "steps": num_steps,
+        "accuracy": accuracy,
+        "accuracy_greedy": accuracy_greedy,
+        "accuracy_samples": NUM_SAMPLES,
+        "wall_seconds": round(time.monotonic() - started_s, 1),
+    }
+    if not LOWEST_ACCURACY <= accuracy <= HIGHEST_ACCURACY:
+        raise SystemExit(
+            f"the warmed actor is right in {accuracy:.1%} of {NUM_SAMPLES} samples after {num_steps} of {NUM_STEPS} "
+            f"steps; {LOWEST_ACCURACY:.0%} to {HIGHEST_ACCURACY:.0%} is wanted; give more time with --budget-s"
+        )
+    save(actor, first_layers(actor, NUM_CRITIC_LAYERS), out)
+    (out / "warmup.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(f"models made in {report['wall_seconds']} s (budget {budget_s:.0f} s): {out}", flush=True)
+    return report
+
+
+def new_actor() -> Qwen3ForCausalLM:
+    """A Qwen3 small enough to learn in two minutes on a CPU, in float32, with fresh weights."""
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    tokenizer = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def encode(text: str) -> list[int]:
+    return [VOCABULARY.index(character) for character in text]
+
+
+def draw_questions(task: ArithmeticTask, num: int, *, rng: random.Random, split: str) -> list[list[int]]:
+    """[num] questions of a split, each as its numbers."""
+    questions: list[list[int]] = []
+    while len(questions) < num:
+        numbers = task.draw_numbers(rng)
+        if split_of(question_text(numbers)) == split:
+            questions.append(numbers)
+    return questions
+
+
+def teacher_batch(task: ArithmeticTask, *, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [B, L], padded on the right, and what each position should say next [B, L], -100 for no matter."""
+    rows: list[tuple[list[int], list[int]]] = []
+    for numbers in draw_questions(task, BATCH_SIZE, rng=rng, split="train"):
+        response = teacher_response(numbers, slip_probability=SLIP_PROBABILITY, rng=rng)
+        rows.append((encode(question_text(numbers)), [*encode(response), EOS_ID]))
+    length = max(len(question) + len(answer) for question, answer in rows)
+    token_ids = torch.full((BATCH_SIZE, length), PAD_ID)
+    labels = torch.full((BATCH_SIZE, length), -100)
+    for row, (question, answer) in enumerate(rows):
+        end = len(question) + len(answer)
+        token_ids[row, :end] = torch.tensor(question + answer)
+        labels[row, len(question) - 1 : end - 1] = torch.tensor(answer)
+    return token_ids, labels
+
+
+def warm_up(
+    actor: Qwen3ForCausalLM, task: ArithmeticTask, *, rng: random.Random, started_s: float, budget_s: float
+) -> int:
+    """Train on the teacher; the learning rate falls with the steps done or the budget spent, whichever is further.
+
+    So a slow machine ends within the budget with a settled model, and others all make the same one.
+    Returns the steps done.
+    """
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    actor.train()
+    # What is saved and measured after the last step costs a few seconds, and they belong to the budget.
+    training_s = budget_s * 0.92
+    for step in range(1, NUM_STEPS + 1):
+        elapsed_s = time.monotonic() - started_s
+        spent = max((step - 1) / NUM_STEPS, elapsed_s / training_s)
+        if spent >= 1:
+            return step - 1
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(step / NUM_RISING_STEPS, 0.5 * (1 + math.cos(math.pi * spent)))
+        token_ids, labels = teacher_batch(task, rng=rng)
+        # Without a mask: padding is on the right, so no real token sees it.
+        logits = actor(input_ids=token_ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+        optimizer.step()
+        if step % REPORT_EVERY_STEPS == 0:
+            print(
+                f"warm-up: step {step}/{NUM_STEPS}, loss {loss.item():.3f}, "
+                f"{time.monotonic() - started_s:.0f} s of {budget_s:.0f} s",
+                flush=True,
+            )
+    return NUM_STEPS
+
+
+@torch.no_grad()
+def sample(actor: Qwen3ForCausalLM, questions: Sequence[Sequence[int]], *, greedy: bool) -> list[str]:
+    """One response to each question, at temperature 1 or greedy. Questions of one length go through together."""
+    actor.eval()
+    responses = [""] * len(questions)
+    for num_numbers in sorted({len(numbers) for numbers in questions}):
+        chosen = [index for index, numbers in enumerate(questions) if len(numbers) == num_numbers]
+        token_ids = torch.tensor([encode(question_text(questions[index])) for index in chosen])
+        ended = torch.zeros(len(chosen), dtype=torch.bool)
+        columns: list[torch.Tensor] = []
+        cache = None
+        while len(columns) < MAX_RESPONSE_TOKENS and not bool(ended.all()):
+            output = actor(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, logits = output.past_key_values, output.logits[:, -1]
+            token = logits.argmax(-1) if greedy else torch.multinomial(logits.softmax(-1), 1)[:, 0]
+            token = torch.where(ended, EOS_ID, token)
+            columns.append(token)
+            ended |= token == EOS_ID
+            token_ids = token[:, None]
+        for index, row in zip(chosen, torch.stack(columns, dim=1).tolist(), strict=True):
+            end = row.index(EOS_ID) if EOS_ID in row else len(row)
+            responses[index] = "".join(VOCABULARY[token] for token in row[:end])
+    return responses
+
+
+def measure_accuracy(actor: Qwen3ForCausalLM, questions: Sequence[Sequence[int]], *, greedy: bool) -> float:
+    """The share of questions with the right final number."""
+    responses = sample(actor, questions, greedy=greedy)
+    num_right = sum(
+        final_number(response) == str(sum(numbers))
+        for response, numbers in zip(responses, questions, strict=True)
+    )
+    return num_right / len(questions)
+
+
+def first_layers(actor: Qwen3ForCausalLM, num_layers: int) -> Qwen3ForCausalLM:
+    """A model of its own with the embedding, the first layers and the final norm of the actor."""
+    settings = actor.config.to_dict()
+    settings.update(num_hidden_layers=num_layers, layer_types=settings["layer_types"][:num_layers])
+    critic = Qwen3ForCausalLM(Qwen3Config(**settings))
+    names = critic.state_dict().keys()
+    critic.load_state_dict({name: value for name, value in actor.state_dict().items() if name in names})
+    return critic
+
+
+def save(actor: Qwen3ForCausalLM, critic: Qwen3ForCausalLM, out: Path) -> None:
+    """Write both folders anew, each with the tokenizer."""
+    tokenizer = new_tokenizer()
+    (out / "warmup.json").unlink(missing_ok=True)
+    for model, name in ((actor, "actor"), (critic, "critic")):
+        folder = out / name
+        shutil.rmtree(folder, ignore_errors=True)
+        model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
