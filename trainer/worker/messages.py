@@ -5,6 +5,7 @@ batch by the coordinator; the group client cuts it into one shard per rank and p
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,41 @@ from asyppo_async.types import Float32Array, Int32Array, TokenSequences
 Float64Array = NDArray[np.float64]
 
 
+def _check_sequences(sequences: TokenSequences) -> None:
+    """Refuse what no forward could be right about: lengths that do not add up, a prompt or response of nothing."""
+    prompts, responses = sequences.prompt_lengths, sequences.response_lengths
+    if len(prompts) != len(responses):
+        raise ValueError(f"{len(prompts)} prompt lengths but {len(responses)} response lengths")
+    for what, lengths, tokens in (
+        ("prompt", prompts, sequences.prompt_token_ids),
+        ("response", responses, sequences.response_token_ids),
+    ):
+        if len(lengths) and int(lengths.min()) < 1:
+            raise ValueError(f"every {what} needs at least one token, got a length of {int(lengths.min())}")
+        if int(lengths.sum(dtype=np.int64)) != len(tokens):
+            raise ValueError(
+                f"{what} lengths sum to {int(lengths.sum(dtype=np.int64))}, got {len(tokens)} tokens"
+            )
+
+
+def _check_per_token(sequences: TokenSequences, **arrays: Float32Array) -> None:
+    for name, values in arrays.items():
+        if values.shape != (sequences.num_response_tokens,):
+            raise ValueError(
+                f"{name} must have one number for each of {sequences.num_response_tokens} response tokens, "
+                f"got shape {list(values.shape)}"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorForward:
     """Log-probs of given responses (proximal log-probs, probe sequences)."""
 
     sequences: TokenSequences
     temperature: float
+
+    def __post_init__(self) -> None:
+        _check_sequences(self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +75,23 @@ class MiniBatches:
     denominators: Float64Array
     """[S]"""
 
+    def __post_init__(self) -> None:
+        if int(self.sizes.sum(dtype=np.int64)) != len(self.sequence_indices):
+            raise ValueError(
+                f"sizes sum to {int(self.sizes.sum(dtype=np.int64))}, got {len(self.sequence_indices)} indices"
+            )
+        if len(self.denominators) != len(self.sizes):
+            raise ValueError(f"{len(self.sizes)} optimizer steps but {len(self.denominators)} denominators")
+
+    def check_against(self, sequences: TokenSequences) -> None:
+        """Raise `ValueError` for an index that is not one of the batch."""
+        indices = self.sequence_indices
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < sequences.num_sequences:
+            raise ValueError(
+                f"sequence indices reach from {int(indices.min())} to {int(indices.max())}, "
+                f"the batch has {sequences.num_sequences} sequences"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorTrain:
@@ -65,10 +112,24 @@ class ActorTrain:
     clip_high: float
     entropy_coefficient: float
 
+    def __post_init__(self) -> None:
+        _check_sequences(self.sequences)
+        _check_per_token(
+            self.sequences,
+            proximal_logprobs=self.proximal_logprobs,
+            advantages=self.advantages,
+            policy_weights=self.policy_weights,
+            entropy_weights=self.entropy_weights,
+        )
+        self.mini_batches.check_against(self.sequences)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticForward:
     sequences: TokenSequences
+
+    def __post_init__(self) -> None:
+        _check_sequences(self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +152,13 @@ class CriticTrain:
     """[sum T]; read only where `value_clip` is set."""
     mini_batches: MiniBatches
     value_clip: float | None
+
+    def __post_init__(self) -> None:
+        _check_sequences(self.sequences)
+        _check_per_token(
+            self.sequences, targets=self.targets, weights=self.weights, old_values=self.old_values
+        )
+        self.mini_batches.check_against(self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +205,41 @@ class SendResult:
     num_bytes: int
     gather_s: float
     wire_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSession:
+    """Open the store of a weight session at rank 0."""
+
+    host: str
+    epoch: int
+    world_size: int
+    """Of the session: rank 0 and the servers' workers."""
+    backend: Literal["gloo", "nccl"]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinSession:
+    """Join the process group of the open session; returns when all its members have."""
+
+    epoch: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendWeights:
+    version: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSession:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Write the model as a Hugging Face folder."""
+
+    folder: str

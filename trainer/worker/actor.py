@@ -1,0 +1,113 @@
+"""One rank of the actor: log-probs of given responses, and the training of the policy.
+
+Legend: `N` response tokens of a micro-batch.
+"""
+
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyppo_async.algorithms.logprobs import TokenDistribution, token_logprobs_and_entropy
+from asyppo_async.algorithms.losses import policy_log_ratio, policy_ratio, ppo_clip
+from asyppo_async.algorithms.packed import neutralise
+from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult, ActorTrain, TrainResult
+from asyppo_async.trainer.worker.model import Policy
+from asyppo_async.trainer.worker.packing import MicroBatch, lay_out, micro_batches
+from asyppo_async.trainer.worker.steps import Stepper, TokenSums, sequences_with
+
+_HEAD_CHUNK_ELEMENTS = 2**25
+"""Tokens times vocabulary of one chunk of logits: 128 MiB in float32."""
+
+
+class Actor:
+    def __init__(self, policy: Policy, stepper: Stepper, *, micro_batch_tokens: int) -> None:
+        self._policy = policy
+        self._stepper = stepper
+        self._micro_batch_tokens = micro_batch_tokens
+        self._device = policy.head_weight.device
+
+    @torch.inference_mode()
+    def forward(self, request: ActorForward) -> ActorForwardResult:
+        started_s = time.perf_counter()
+        sequences = request.sequences
+        logprobs = np.empty(sequences.num_response_tokens, dtype=np.float32)
+        entropies = np.empty_like(logprobs)
+        chosen = np.arange(sequences.num_sequences)
+        for batch in micro_batches(sequences, lay_out(sequences), chosen, self._micro_batch_tokens):
+            everything = np.ones(len(batch.tokens), dtype=np.bool_)
+            distribution = self._distribution(batch, everything, request.temperature)
+            logprobs[batch.tokens] = distribution.logprobs.float().cpu().numpy()
+            entropies[batch.tokens] = distribution.entropies.float().cpu().numpy()
+        return ActorForwardResult(
+            logprobs=logprobs, entropies=entropies, compute_s=time.perf_counter() - started_s
+        )
+
+    def train(self, request: ActorTrain) -> TrainResult:
+        started_s = time.perf_counter()
+        layout = lay_out(request.sequences)
+        has_weight = sequences_with(request.policy_weights, layout)
+        if request.entropy_coefficient != 0:
+            has_weight |= sequences_with(request.entropy_weights, layout)
+
+        def loss_of(batch: MicroBatch, denominator: float) -> tuple[Tensor, TokenSums]:
+            return self._loss(request, batch, denominator)
+
+        steps = self._stepper.run(
+            request.sequences, layout, request.mini_batches, has_weight=has_weight, loss_of=loss_of
+        )
+        return TrainResult(steps=steps, compute_s=time.perf_counter() - started_s)
+
+    def _distribution(
+        self, batch: MicroBatch, kept: NDArray[np.bool_], temperature: float
+    ) -> TokenDistribution:
+        """Of the kept ones of the micro-batch's response tokens."""
+        hidden = self._policy.hidden_states(self._tensor(batch.input_ids)).flatten(0, 1)
+        return token_logprobs_and_entropy(
+            hidden[self._tensor(batch.states[kept])],
+            self._policy.head_weight,
+            self._tensor(batch.token_ids[kept]),
+            temperature=temperature,
+            chunk_tokens=max(1, _HEAD_CHUNK_ELEMENTS // self._policy.vocab_size),
+        )
+
+    def _loss(self, request: ActorTrain, batch: MicroBatch, denominator: float) -> tuple[Tensor, TokenSums]:
+        """sum(policy_weights * ppo_clip) / D - beta * sum(entropy_weights * H) / D over the micro-batch.
+
+        What has no weight is left out before the arithmetic, so it may hold NaN.
+        """
+        beta = request.entropy_coefficient
+        kept = (request.policy_weights[batch.tokens] != 0) | (request.entropy_weights[batch.tokens] != 0)
+        tokens = batch.tokens[kept]
+        distribution = self._distribution(batch, kept, request.temperature)
+        logprobs, entropies = distribution.logprobs, distribution.entropies
+        policy_weights = self._tensor(request.policy_weights[tokens]).to(logprobs.dtype)
+        entropy_weights = self._tensor(request.entropy_weights[tokens]).to(logprobs.dtype)
+        acted = policy_weights != 0
+
+        log_ratio = policy_log_ratio(logprobs, self._tensor(request.proximal_logprobs[tokens]), acted)
+        advantages = neutralise(self._tensor(request.advantages[tokens]).to(logprobs.dtype), acted)
+        terms = ppo_clip(log_ratio, advantages, clip_low=request.clip_low, clip_high=request.clip_high)
+        loss = (policy_weights * terms.terms).sum() / denominator
+        if beta != 0:
+            loss = loss - beta * (entropy_weights * entropies).sum() / denominator
+
+        detached = log_ratio.detach()
+        ratio = policy_ratio(detached)[acted]
+        explored = entropy_weights != 0
+        return loss, TokenSums(
+            loss=float(loss.detach()),
+            num_tokens=int(acted.sum()),
+            entropy=float(entropies.detach()[explored].sum()),
+            num_entropy_tokens=int(explored.sum()),
+            num_clipped_low=int((terms.clipped_low & acted).sum()),
+            num_clipped_high=int((terms.clipped_high & acted).sum()),
+            ratio=float(ratio.sum()),
+            kl=float((ratio - 1 - detached[acted]).sum()),
+            ratio_max=float(ratio.max()) if len(ratio) else float("-inf"),
+        )
+
+    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)

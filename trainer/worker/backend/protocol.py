@@ -1,0 +1,53 @@
+"""What a training engine does for an actor or a critic. One implementation per engine, side by side in this folder."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    grad_norm: float
+    """Of the whole gradient, over all ranks, before clipping."""
+    learning_rate: float
+    applied: bool
+    """False: the gradient was not finite, and weights and optimizer are as before."""
+
+
+class Backend(Protocol):
+    """Owns parameters, gradients and optimizer of one model on one rank.
+
+    The caller cuts the batch and divides by global denominators; the gradient of a step is the plain sum of the
+    gradients of all `backward` calls of all ranks. `step` and `discard` are collective: every rank calls the same one.
+    """
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` to what this rank has; a rank may call it any number of times, or never."""
+        ...
+
+    def step(self) -> StepOutcome:
+        """Sum the gradients over the ranks, clip, update the weights, forget the gradients."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradients without a step."""
+        ...
+
+    def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The full tensors with these checkpoint names, in this order.
+
+        Collective: every rank goes through all of it; what the other ranks than 0 see is not defined.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the model in Hugging Face format from rank 0. Collective."""
+        ...

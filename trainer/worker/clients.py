@@ -1,0 +1,188 @@
+"""The groups as the training step sees them: one awaitable method per request."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from asyppo_async.trainer.worker.codec import Message, expect
+from asyppo_async.trainer.worker.messages import (
+    ActorForward,
+    ActorForwardResult,
+    ActorTrain,
+    CloseSession,
+    CriticForward,
+    CriticForwardResult,
+    CriticTrain,
+    JoinSession,
+    OpenSession,
+    Save,
+    SendResult,
+    SendWeights,
+    SessionStore,
+    TrainResult,
+)
+from asyppo_async.trainer.worker.ranks import Ranks
+from asyppo_async.trainer.worker.sharding import cut_batch, cut_mini_batches, merge
+from asyppo_async.weights.manifest import Manifest
+
+_REPLY_MARGIN_S = 5.0
+"""What a rank enforces itself it may report this much later, before it counts as lost."""
+
+
+class ActorGroup:
+    """The actor. Requests are answered one after the other; every method raises `WorkerError` when a rank is lost."""
+
+    def __init__(self, ranks: Ranks, manifest: Manifest, request_timeout_s: float) -> None:
+        self._ranks = ranks
+        self._manifest = manifest
+        self._request_timeout_s = request_timeout_s
+
+    async def watch(self) -> None:
+        """Wait until a rank is lost, then raise `WorkerError`: for a task beside everything else."""
+        await self._ranks.watch()
+
+    async def forward(self, request: ActorForward) -> ActorForwardResult:
+        """Log-probs and entropies in the order of the request's tokens."""
+        shards = cut_batch(request.sequences, self._ranks.size)
+        requests = [
+            ActorForward(sequences=shard.sequences, temperature=request.temperature) for shard in shards
+        ]
+        replies = await self._ranks.ask(requests, self._request_timeout_s)
+        results = [expect(reply, ActorForwardResult) for reply in replies]
+        if len(results) == 1:
+            return results[0]
+        num_tokens = request.sequences.num_response_tokens
+        return ActorForwardResult(
+            logprobs=merge(shards, [result.logprobs for result in results], num_tokens),
+            entropies=merge(shards, [result.entropies for result in results], num_tokens),
+            compute_s=max(result.compute_s for result in results),
+        )
+
+    async def train(self, request: ActorTrain) -> TrainResult:
+        """All optimizer steps of one training step.
+
+        Raises:
+            TrainingDiverged: more steps than the budget allows were not finite.
+        """
+        requests = [
+            ActorTrain(
+                sequences=shard.sequences,
+                proximal_logprobs=shard.select(request.proximal_logprobs),
+                advantages=shard.select(request.advantages),
+                policy_weights=shard.select(request.policy_weights),
+                entropy_weights=shard.select(request.entropy_weights),
+                mini_batches=mini_batches,
+                temperature=request.temperature,
+                clip_low=request.clip_low,
+                clip_high=request.clip_high,
+                entropy_coefficient=request.entropy_coefficient,
+            )
+            for shard, mini_batches in cut_mini_batches(
+                request.sequences, request.mini_batches, self._ranks.size
+            )
+        ]
+        return await _train(self._ranks, requests, self._request_timeout_s)
+
+    async def save(self, folder: Path) -> None:
+        """Write the policy in Hugging Face format, with its tokenizer; the folder must not exist yet."""
+        requests = [Save(folder=str(folder.absolute()))] * self._ranks.size
+        await self._ranks.ask(requests, self._request_timeout_s)
+
+    async def manifest(self) -> Manifest:
+        """What a publication carries, in the order of the wire."""
+        return self._manifest
+
+    async def open_session(
+        self,
+        host: str,
+        epoch: int,
+        world_size: int,
+        backend: Literal["gloo", "nccl"],
+        deadline_s: float,
+    ) -> SessionStore:
+        """Open a weight session at rank 0; an earlier one is closed.
+
+        Args:
+            host: address of rank 0's machine on which the store listens.
+            epoch: of the session.
+            world_size: rank 0 and the servers' workers.
+            backend: what carries the bytes.
+            deadline_s: of the store.
+        """
+        request = OpenSession(
+            host=host, epoch=epoch, world_size=world_size, backend=backend, deadline_s=deadline_s
+        )
+        replies = await self._ranks.ask([request], deadline_s + _REPLY_MARGIN_S)
+        return expect(replies[0], SessionStore)
+
+    async def join_session(self, epoch: int, deadline_s: float) -> None:
+        """Meet the servers' workers at the open session's store.
+
+        Raises:
+            WeightSyncError: not all arrived in time.
+        """
+        await self._ranks.ask([JoinSession(epoch=epoch, deadline_s=deadline_s)], deadline_s + _REPLY_MARGIN_S)
+
+    async def send_weights(self, version: int, deadline_s: float) -> SendResult:
+        """Broadcast the current weights over the session.
+
+        Raises:
+            WeightSyncError: there is no session, a receiver is gone, or the deadline has passed. The session is of
+                no more use; the actor is.
+        """
+        requests = [SendWeights(version=version, deadline_s=deadline_s)] * self._ranks.size
+        replies = await self._ranks.ask(requests, deadline_s + _REPLY_MARGIN_S)
+        return expect(replies[0], SendResult)
+
+    async def close_session(self) -> None:
+        """Leave the weight session, if there is one."""
+        await self._ranks.ask([CloseSession()], self._request_timeout_s)
+
+
+class CriticGroup:
+    """One critic; likewise."""
+
+    def __init__(self, ranks: Ranks, request_timeout_s: float) -> None:
+        self._ranks = ranks
+        self._request_timeout_s = request_timeout_s
+
+    async def watch(self) -> None:
+        """Wait until a rank is lost, then raise `WorkerError`."""
+        await self._ranks.watch()
+
+    async def forward(self, request: CriticForward) -> CriticForwardResult:
+        """Values in the order of the request's tokens."""
+        shards = cut_batch(request.sequences, self._ranks.size)
+        requests = [CriticForward(sequences=shard.sequences) for shard in shards]
+        replies = await self._ranks.ask(requests, self._request_timeout_s)
+        results = [expect(reply, CriticForwardResult) for reply in replies]
+        if len(results) == 1:
+            return results[0]
+        num_tokens = request.sequences.num_response_tokens
+        return CriticForwardResult(
+            values=merge(shards, [result.values for result in results], num_tokens),
+            compute_s=max(result.compute_s for result in results),
+        )
+
+    async def train(self, request: CriticTrain) -> TrainResult:
+        """All optimizer steps of one training step; raises `TrainingDiverged` as the actor."""
+        requests = [
+            CriticTrain(
+                sequences=shard.sequences,
+                targets=shard.select(request.targets),
+                weights=shard.select(request.weights),
+                old_values=shard.select(request.old_values),
+                mini_batches=mini_batches,
+                value_clip=request.value_clip,
+            )
+            for shard, mini_batches in cut_mini_batches(
+                request.sequences, request.mini_batches, self._ranks.size
+            )
+        ]
+        return await _train(self._ranks, requests, self._request_timeout_s)
+
+
+async def _train(ranks: Ranks, requests: Sequence[Message], deadline_s: float) -> TrainResult:
+    """Every rank reports the same steps, since what they measure is summed over the ranks."""
+    results = [expect(reply, TrainResult) for reply in await ranks.ask(requests, deadline_s)]
+    return TrainResult(steps=results[0].steps, compute_s=max(result.compute_s for result in results))

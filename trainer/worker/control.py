@@ -1,0 +1,121 @@
+"""How a rank finds its place in a run, and how both ends know that the other one lives. Typed values, no I/O."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from asyppo_async.trainer.worker.messages import SessionStore
+from asyppo_async.weights.manifest import Manifest
+
+WorkerRole = Literal["actor", "critic"]
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a rank needs to know of the configuration; the coordinator's configuration is the only one."""
+
+    role: WorkerRole
+    model: str
+    """Folder of the initial model, as the worker's machine sees it."""
+    dtype: ComputeDtype
+    """Of the weights; float64 is for exact comparisons."""
+    backend: Literal["plain"]
+    learning_rate: float
+    weight_decay: float
+    warmup_steps: int
+    max_grad_norm: float
+    micro_batch_tokens: int
+    num_threads: int
+    """0: all that the process may use."""
+    non_finite_budget: int
+    seed: int
+    bucket_bytes: int
+    """Largest bucket of a publication; read by the actor's rank 0."""
+    collective_deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A rank's first message."""
+
+    role: WorkerRole
+    name: str
+    """That the coordinator gave to a process which it started; empty for others."""
+    host: str
+    """Address under which the other ranks of its group reach it."""
+    pid: int
+    devices: tuple[str, ...]
+    critic: int | None
+    """Critic that the rank insists on; None: the coordinator chooses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The run has no place for this worker."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A rank's place. Rank 0 answers with the address of its group's store."""
+
+    rank: int
+    world_size: int
+    critic: int | None
+    settings: WorkerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    store: SessionStore | None
+    """None on the other ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Join the group's world and load the model."""
+
+    store: SessionStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    vocab_size: int
+    """Rows of the embedding."""
+    tokenizer_fingerprint: str
+    """Empty where the model's folder has no tokenizer."""
+    num_parameters: int
+    manifest: Manifest | None
+    """Of the actor; None for a critic, whose weights go nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Reply to a request that has no result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """From a rank every two seconds; the coordinator sends it back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledged:
+    """A request has arrived; its answer follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A request failed."""
+
+    kind: str
+    """Class of the error."""
+    message: str
+    fatal: bool
+    """The rank ends: its state is not what its peers think it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """End now, in order."""

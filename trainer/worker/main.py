@@ -1,0 +1,105 @@
+"""Entry of a worker process: `python -m asyppo_async.trainer.worker.main --role actor --connect tcp://host:port ...`."""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from asyppo_async.errors import AsyppoError, ConfigError
+from asyppo_async.logs import set_up_logging
+from asyppo_async.trainer.worker.control import Hello
+from asyppo_async.trainer.worker.model import silence_transformers
+from asyppo_async.trainer.worker.serve import serve
+from asyppo_async.trainer.worker.wire import read_token
+from asyppo_async.weights.group import address_towards
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank, or start several and wait for them. The exit code is 0 only after an orderly end."""
+    options = _parser().parse_args(arguments)
+    set_up_logging()
+    try:
+        if options.parent_pid:
+            end_with_parent(options.parent_pid)
+        if options.ranks > 1:
+            return _run_ranks(options.ranks, list(arguments if arguments is not None else sys.argv[1:]))
+        silence_transformers()
+        serve(options.connect, read_token(options.token_file), _hello(options))
+    except AsyppoError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise ConfigError(f"the process {parent_pid} that started this worker has already ended")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="asyppo-train worker", description="Join a run as a worker.")
+    parser.add_argument("--role", choices=("actor", "critic"), required=True, help="what to be")
+    parser.add_argument("--connect", required=True, help="tcp://HOST:PORT of the coordinator")
+    parser.add_argument("--token-file", type=Path, required=True, help="file with the run's token")
+    parser.add_argument("--ranks", type=int, default=1, help="processes to start here")
+    parser.add_argument("--critic", type=int, help="which critic to be; default: where one is missing")
+    parser.add_argument("--host", help="address under which other ranks reach this machine")
+    parser.add_argument("--name", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def _hello(options: argparse.Namespace) -> Hello:
+    address = urlsplit(options.connect)
+    if address.scheme != "tcp" or not address.hostname or not address.port:
+        raise ConfigError(f"--connect must be tcp://HOST:PORT, got {options.connect}")
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return Hello(
+        role=options.role,
+        name=options.name,
+        host=options.host or address_towards(address.hostname, address.port),
+        pid=os.getpid(),
+        devices=tuple(cuda or ["cpu"]),
+        critic=options.critic,
+    )
+
+
+def _run_ranks(num_ranks: int, arguments: list[str]) -> int:
+    """One process per rank; when one fails the others are ended too."""
+    command = [sys.executable, "-m", "asyppo_async.trainer.worker.main", *arguments]
+    command += ["--ranks", "1", "--parent-pid", str(os.getpid())]
+    ranks = [subprocess.Popen(command) for _ in range(num_ranks)]
+    try:
+        codes = []
+        for _ in ranks:
+            pid, status = os.waitpid(-1, 0)
+            code = os.waitstatus_to_exitcode(status)
+            next(rank for rank in ranks if rank.pid == pid).returncode = code
+            codes.append(code)
+            if code != 0:
+                break
+        return next((1 for code in codes if code != 0), 0)
+    finally:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+                rank.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

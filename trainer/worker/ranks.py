@@ -1,0 +1,84 @@
+"""The ranks of one group as one partner: one request in flight, one answer per rank, or one error for all."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from asyppo_async.errors import TrainingDiverged, WeightSyncError, WorkerError
+from asyppo_async.trainer.worker.codec import Message
+from asyppo_async.trainer.worker.control import Failure
+from asyppo_async.trainer.worker.hub import Peer, Pending
+
+_SETTLE_S = 0.5
+"""After the first failure, how long to collect the others: the cause often comes second (a killed rank is noticed
+after its peers have complained about the broken connection)."""
+_REPORTED: dict[str, type[WeightSyncError] | type[TrainingDiverged]] = {
+    "WeightSyncError": WeightSyncError,
+    "TrainingDiverged": TrainingDiverged,
+}
+
+
+class Ranks:
+    """Peers in rank order. A group that has failed stays failed."""
+
+    def __init__(self, label: str, peers: Sequence[Peer]) -> None:
+        self._label = label
+        self._peers = tuple(peers)
+        self._lock = asyncio.Lock()
+        self._failed = asyncio.Event()
+        for rank, peer in enumerate(self._peers):
+            peer.join_group(
+                f"{label} rank {rank} (process {peer.hello.pid} on {peer.hello.host})", self._failed
+            )
+
+    @property
+    def size(self) -> int:
+        return len(self._peers)
+
+    async def ask(self, requests: Sequence[Message], deadline_s: float) -> list[Message]:
+        """Send request r to rank r and wait for every answer; fewer requests than ranks leave the last ranks out.
+
+        Raises:
+            WorkerError: a rank died, was silent, failed or missed the deadline; the group is of no more use.
+            WeightSyncError, TrainingDiverged: as the ranks report them; the group goes on.
+        """
+        async with self._lock:
+            self.raise_if_failed()
+            pending = [
+                await peer.send(request, deadline_s)
+                for peer, request in zip(self._peers, requests, strict=False)
+            ]
+            replies = [request.reply for request in pending]
+            _, late = await asyncio.wait(replies, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            if late and not self._failed.is_set():
+                self._give_up_late(type(requests[0]).__name__, pending, deadline_s)
+            elif late:
+                await asyncio.wait(late, timeout=_SETTLE_S)
+            self.raise_if_failed()
+        messages = [reply.result() for reply in replies]
+        for message in messages:
+            if isinstance(message, Failure):
+                kind = _REPORTED.get(message.kind, WorkerError)
+                raise kind(f"{self._label}: {message.message}")
+        return messages
+
+    async def watch(self) -> None:
+        """Wait until a rank is lost, whether or not a request is in flight, and raise `WorkerError`; never returns."""
+        await self._failed.wait()
+        await asyncio.sleep(_SETTLE_S)
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        reasons = [peer.failure for peer in self._peers if peer.failure is not None]
+        if reasons:
+            raise WorkerError("; ".join(reasons))
+
+    def _give_up_late(self, what: str, pending: Sequence[Pending], deadline_s: float) -> None:
+        for peer, request in zip(self._peers, pending, strict=False):
+            if not request.reply.done():
+                state = "acknowledged" if request.acknowledged else "not acknowledged"
+                silent_s = time.monotonic() - peer.heard_s
+                peer.fail(
+                    f"{peer.label} did not finish {what} within {deadline_s:g} s "
+                    f"({state}, last heard {silent_s:.1f} s ago)"
+                )
