@@ -1,7 +1,8 @@
-"""Short hashes by which a trainer and a server see that they mean the same architecture and the same tokenizer."""
+"""What a trainer and a server compare to see that they mean the same model and the same tokenizer."""
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -48,6 +49,46 @@ _TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 _LENGTH = 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """A model folder, as far as the two ends must agree on it."""
+
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    """Rows of the output head."""
+    eos_token_ids: tuple[int, ...]
+    """Every id that ends a response, ascending: of the config, the generation config and the tokenizer.
+
+    A chat model often names another one in each of the three, and a response that runs past any of them is one that
+    nobody asked for.
+    """
+    max_positions: int
+    """Longest sequence that the model was made for."""
+
+
+def model_identity(folder: Path) -> ModelIdentity:
+    """Read both ends' part of the comparison from a model folder.
+
+    Raises:
+        ConfigError: a file is missing, unreadable, or lacks the vocabulary or the number of positions.
+    """
+    config = _read_object(folder / "config.json")
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    eos = {*_ids(config.get("eos_token_id")), *_ids(inner.get("eos_token_id"))}
+    if (folder / "generation_config.json").is_file():
+        eos.update(_ids(_read_object(folder / "generation_config.json").get("eos_token_id")))
+    eos.update(_tokenizer_eos(folder))
+    return ModelIdentity(
+        model_fingerprint=model_fingerprint(folder),
+        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        vocab_size=_whole_number(inner, "vocab_size", folder),
+        eos_token_ids=tuple(sorted(eos)),
+        max_positions=_whole_number(inner, "max_position_embeddings", folder),
+    )
+
+
 def model_fingerprint(folder: Path) -> str:
     """Hash of the architecture fields of `config.json`; equal for every checkpoint of one architecture.
 
@@ -81,6 +122,38 @@ def tokenizer_fingerprint(folder: Path) -> str:
         digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()[:_LENGTH]
+
+
+def _ids(value: Json) -> list[int]:
+    """`eos_token_id` is a number, a list of numbers, or absent."""
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+
+
+def _tokenizer_eos(folder: Path) -> set[int]:
+    if not ((folder / "tokenizer_config.json").is_file() and (folder / "tokenizer.json").is_file()):
+        return set()
+    token = _read_object(folder / "tokenizer_config.json").get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        return set()
+    rules = _read_object(folder / "tokenizer.json")
+    added, model = rules.get("added_tokens"), rules.get("model")
+    found = {
+        token.get("id")
+        for token in (added if isinstance(added, list) else [])
+        if isinstance(token, dict) and token.get("content") == content
+    }
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        found.add(vocabulary.get(content))
+    return {item for item in found if isinstance(item, int)}
+
+
+def _whole_number(config: dict[str, Json], name: str, folder: Path) -> int:
+    value = config.get(name)
+    if not isinstance(value, int):
+        raise ConfigError(f"{folder}/config.json has no {name}, got {value!r}")
+    return value
 
 
 def _rope(config: dict[str, Json]) -> Json:

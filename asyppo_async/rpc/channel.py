@@ -19,6 +19,10 @@ def client_options(
         ("grpc.enable_http_proxy", 0),
         # One connection for each client: two clients of one process do not share the fate of a broken one.
         ("grpc.use_local_subchannel_pool", 1),
+        # A server that is being started is found within a second of its coming up.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
     )
 
 

@@ -33,6 +33,9 @@ from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
 from asyppo_async.types import Int32Array, Response, SamplingParams
 from asyppo_async.weights.manifest import Manifest
 
+ANSWER_S = 2.0
+"""A server that has been told a deadline has this time beyond it to say what it was waiting for."""
+
 # What is not listed (UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED, INTERNAL, ...) means that this server did not answer.
 _ERRORS: dict[grpc.StatusCode, type[AsyppoError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: FleetOverloaded,
@@ -146,12 +149,12 @@ class FleetClient:
             lease_s=place.lease_s,
             deadline_s=deadline_s,
         )
-        await self._call("OpenSession", self._session.OpenSession, request, deadline_s)
+        await self._call("OpenSession", self._session.OpenSession, request, deadline_s + ANSWER_S)
 
     async def stage(self, epoch: int, version: int, deadline_s: float) -> StageReport:
         """Receive one version into host memory; returns when all of it is there."""
         request = fleet_pb2.StageRequest(epoch=epoch, version=version, deadline_s=deadline_s)
-        message = await self._call("Stage", self._session.Stage, request, deadline_s)
+        message = await self._call("Stage", self._session.Stage, request, deadline_s + ANSWER_S)
         return StageReport(
             checksums=tuple(message.checksums), num_bytes=message.num_bytes, receive_s=message.receive_s
         )
@@ -184,7 +187,7 @@ class FleetClient:
             sampling=codec.encode_sampling(sampling),
             deadline_s=deadline_s,
         )
-        message = await self._call("Probe", self._session.Probe, request, deadline_s)
+        message = await self._call("Probe", self._session.Probe, request, deadline_s + ANSWER_S)
         with self._checking("Probe"):
             return probe_report_of(message, fixed, len(prompts))
 
