@@ -21,8 +21,9 @@ def client_options(
         ("grpc.use_local_subchannel_pool", 1),
         # A server that is being started is found within a second of its coming up.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # In spite of its name, how long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", 5000),
     )
 
 
