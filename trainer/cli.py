@@ -71,7 +71,7 @@ def worker(
 
 
 def main() -> None:
-    """Entry point: one line for a user's error, exit code 2 for a wrong option, 1 for an error, 130 when interrupted."""
+    """Entry point. Exit code 2 for a wrong option, 1 for an error (one line each), 130 when interrupted."""
     arguments = sys.argv[1:]
     is_command = arguments and (arguments[0] in _COMMANDS or arguments[0] in ("--help", "-h"))
     if arguments and not is_command:

@@ -53,6 +53,11 @@ class Display:
         self._bar = self._progress.add_task("steps", total=num_steps)
         self._live: Live | None = None
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person sees the live table, so that log lines would tear it."""
+        return self._console.is_terminal
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Show the live table within the block, where stdout is a terminal."""

@@ -21,8 +21,8 @@ from asyppo_async.config.load import dump_config
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.errors import ConfigError
 
-Scalar: TypeAlias = str | int | float | bool | None
-Row: TypeAlias = Mapping[str, "Scalar | Row | list[float] | list[str]"]
+Row: TypeAlias = Mapping[str, object]
+"""What JSON can hold: numbers, strings, None, lists and mappings of them."""
 
 
 class RunFolder:

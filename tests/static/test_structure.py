@@ -19,7 +19,7 @@ LAYERS = [
     {"errors", "types"},
     {"config", "metrics", "logs"},
     {"algorithms", "tasks"},
-    {"rpc", "weights", "fingerprint", "model_folder"},
+    {"rpc", "weights", "fingerprint"},
     {"fleet", "trainer"},
 ]
 HOMES = {
@@ -39,7 +39,6 @@ TORCH_FREE = (
     "asyppo_async/config/",
     "asyppo_async/rpc/",
     "asyppo_async/fingerprint.py",
-    "asyppo_async/model_folder.py",
 )
 LAZY_IMPORTS = ("trainer/cli.py", "fleet/cli.py", "fleet/serve.py", "trainer/worker/backend/")
 MAX_LINES = 300

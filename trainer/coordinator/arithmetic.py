@@ -104,7 +104,7 @@ def decide_tokens(
     )
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, masks.advantage)
-    shares = token_weights(_mode(algorithm), lengths, masks.denominator)
+    shares = token_weights(algorithm.aggregation, lengths, masks.denominator)
     zero = torch.zeros_like(shares)
     return TokenDecisions(
         advantages=advantages,
@@ -143,7 +143,7 @@ def actor_request(
             num_per_epoch=actor.mini_batches,
             epochs=actor.epochs,
             generator=np.random.default_rng((seed, batch.step, 0)),
-            mode=_mode(algorithm),
+            mode=algorithm.aggregation,
             masks=decisions.masks,
             max_length=sampling.max_tokens,
         ),
@@ -243,10 +243,6 @@ def _lambda(algorithm: AlgorithmSection, lengths: torch.Tensor) -> float | torch
     if algorithm.lambda_actor is not None:
         return algorithm.lambda_actor
     return length_adaptive_lambda(lengths, algorithm.lambda_alpha)
-
-
-def _mode(algorithm: AlgorithmSection) -> LossAggregation:
-    return cast(LossAggregation, algorithm.aggregation)
 
 
 def _float32(tensor: torch.Tensor) -> Float32Array:

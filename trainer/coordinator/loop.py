@@ -18,12 +18,13 @@ from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.decisions import StepReport
 from asyppo_async.trainer.coordinator.evaluation import Evaluation, PinnedVersion
 from asyppo_async.trainer.coordinator.order import Chosen, Waiting
-from asyppo_async.trainer.coordinator.publish import Publication
+from asyppo_async.trainer.coordinator.publication import Publication
 from asyppo_async.trainer.coordinator.report import staleness_of, step_metrics, token_use
 from asyppo_async.trainer.coordinator.rollouts import Rollouts
 from asyppo_async.trainer.coordinator.step import StepResult, StepRunner
 from asyppo_async.trainer.coordinator.trace import Trace
 from asyppo_async.trainer.coordinator.waits import LoopLag, Waits
+from asyppo_async.trainer.run_folder import Row
 
 
 class Publisher(Protocol):
@@ -225,7 +226,7 @@ class TrainingLoop:
         return row
 
 
-def row_of(record: StepRecord) -> dict[str, object]:
+def row_of(record: StepRecord) -> Row:
     """The line of metrics.jsonl."""
     staleness = staleness_of(record.result)
     return {
@@ -233,5 +234,5 @@ def row_of(record: StepRecord) -> dict[str, object]:
         **record.metrics,
         "staleness_histogram_tokens": list(map(float, staleness.token_histogram)),
         "staleness_histogram_responses": list(map(float, staleness.sequence_histogram)),
-        "trace": {f"{index}": asdict(span) for index, span in enumerate(record.trace.spans)},
+        "trace": [asdict(span) for span in record.trace.spans],
     }

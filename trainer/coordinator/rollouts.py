@@ -175,15 +175,17 @@ class Rollouts:
         """The reward, or None for a lost member: a failed reward is never a reward of 0."""
         logprobs = response.behaviour_logprobs
         if not np.isfinite(logprobs).all() and (np.isnan(logprobs) | (logprobs == np.inf)).any():
-            return self._lose("non_finite_logprob", f"prompt={prompt.id}: a behaviour log-prob is not finite")
+            self._lose("non_finite_logprob", f"prompt={prompt.id}: a behaviour log-prob is not finite")
+            return None
         outcome = await self._rewards.score(prompt, self._decode(response.token_ids.tolist()))
         match outcome:
             case Scored(value=value):
                 return value
             case Late(deadline_s=deadline_s):
-                return self._lose("late_reward", f"prompt={prompt.id}: no reward within {deadline_s:g} s")
+                self._lose("late_reward", f"prompt={prompt.id}: no reward within {deadline_s:g} s")
             case Failed(error=error):
-                return self._lose("failed_reward", f"prompt={prompt.id}: the reward failed: {error}")
+                self._lose("failed_reward", f"prompt={prompt.id}: the reward failed: {error}")
+        return None
 
     def _lose(self, reason: str, words: str) -> None:
         self.lost_members[reason] = self.lost_members.get(reason, 0) + 1
