@@ -1,0 +1,137 @@
+"""How vLLM is set up: its environment, its engine arguments, and one request's parameters, every field explicit."""
+
+import os
+import secrets
+from typing import Any
+
+from asyppo_async.config.serve import ServeConfig
+from asyppo_async.errors import ConfigError
+from asyppo_async.fleet.engine.vllm_plugin import BACKEND, check_enabled
+from asyppo_async.types import SamplingParams
+
+TESTED_VERSION = "0.32"
+
+_GIB = 2**30
+
+
+def prepare_environment(config: ServeConfig) -> None:
+    """Set what vLLM reads from the environment; must run before vLLM is imported.
+
+    Raises:
+        ConfigError: the environment disables our plugin, or there are fewer cores than workers need.
+    """
+    check_enabled()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork under a running gRPC server can dead-lock
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    # No model code or configuration is fetched: what is served is the folder that was named.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if config.tensor_parallel_size > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _binding(config))
+    elif config.num_threads > 0:
+        # Not bound: several servers and a trainer on one machine would all be bound to the first cores.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+
+
+def _binding(config: ServeConfig) -> str:
+    cores = sorted(os.sched_getaffinity(0))
+    each = config.num_threads or len(cores) // config.tensor_parallel_size
+    if each < 1 or each * config.tensor_parallel_size > len(cores):
+        raise ConfigError(
+            f"tensor_parallel_size = {config.tensor_parallel_size} with num_threads = {config.num_threads} needs more "
+            f"than the {len(cores)} cores that this process may use"
+        )
+    starts = range(0, each * config.tensor_parallel_size, each)
+    return "|".join(",".join(str(core) for core in cores[start : start + each]) for start in starts)
+
+
+def engine_args(config: ServeConfig) -> Any:
+    """vLLM's arguments for this server.
+
+    Raises:
+        ConfigError: another version of vLLM is installed than this adapter is written for.
+    """
+    import vllm
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    found = str(vllm.__version__)
+    if not found.startswith(f"{TESTED_VERSION}."):
+        raise ConfigError(f"vLLM {found} is installed and this server is written for {TESTED_VERSION}.*")
+    on_cpu = current_platform.is_cpu()
+    return AsyncEngineArgs(
+        model=str(config.model),
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        trust_remote_code=False,
+        dtype=config.dtype,
+        seed=secrets.randbelow(
+            2**31
+        ),  # differs per server and per start, or replicas would repeat each other
+        max_model_len=config.max_model_len or -1,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend="mp",
+        kv_cache_memory_bytes=int(config.kv_cache_gib * _GIB) if on_cpu else None,
+        enable_prefix_caching=True,
+        enforce_eager=on_cpu,
+        generation_config="vllm",  # the model's own generation_config.json has no say
+        logprobs_mode="processed_logprobs",
+        max_logprobs=1,
+        stream_interval=config.stream_interval,
+        disable_log_stats=True,
+        enable_log_requests=False,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+    )
+
+
+def request_params(sampling: SamplingParams, max_tokens: int) -> Any:
+    """One sample's parameters. No seed: the CPU worker crashes when a seeded request is recomputed."""
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSamplingParams(
+        n=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=None,
+        stop=None,
+        stop_token_ids=list(sampling.stop_token_ids),
+        bad_words=None,
+        logit_bias=None,
+        allowed_token_ids=None,
+        ignore_eos=True,  # only the ids that were sent end a response
+        min_tokens=sampling.min_tokens,
+        max_tokens=max_tokens,
+        logprobs=0,
+        prompt_logprobs=None,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def score_params() -> Any:
+    """Log-probs of a prompt's tokens; always raw at temperature 1, whatever the log-prob mode."""
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSamplingParams(
+        n=1,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        prompt_logprobs=0,
+        flat_logprobs=False,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

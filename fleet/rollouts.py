@@ -1,0 +1,203 @@
+"""Running the samples of one `Generate` call, and the set of calls that are running."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from asyppo_async.fleet.call_error import CallError
+from asyppo_async.fleet.engine.protocol import (
+    Delta,
+    Engine,
+    EngineDead,
+    EngineFault,
+    EngineRefused,
+    SampleRequest,
+)
+from asyppo_async.fleet.queue import AdmissionQueue, Ticket
+from asyppo_async.fleet.update_state import UpdateState
+from asyppo_async.types import Int32Array, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDelta:
+    sample_index: int
+    delta: Delta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What one call asks for."""
+
+    prompt_token_ids: Int32Array
+    num_samples: int
+    sampling: SamplingParams
+
+
+class ReleaseGate:
+    """Withholds what was sampled from weights that are on probation."""
+
+    def __init__(self) -> None:
+        self._verified_load = 0
+        self._changed = asyncio.Event()
+
+    async def wait(self, load: int) -> None:
+        """Waits for: the verdict on this load. Unblocked by: `release`, or the end of the whole call."""
+        while load > self._verified_load:
+            await self._changed.wait()
+
+    def release(self, load: int) -> None:
+        self._verified_load = load
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Attempt:
+    """One hand-over of a sample to the engine."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.started = False
+        self.recalled = False
+
+
+class RolloutCall:
+    """One call. `run` owns everything that it starts: leaving it aborts what the engine still runs."""
+
+    def __init__(self, floor: "RolloutFloor", draw: Draw) -> None:
+        self._floor = floor
+        self._draw = draw
+        self._outbox: asyncio.Queue[SampleDelta | CallError] = asyncio.Queue()
+        self._attempts: dict[int, _Attempt] = {}
+
+    async def run(self, send: Callable[[list[SampleDelta]], Awaitable[None]]) -> None:
+        """Sample, and send what is released, several samples' tokens in one message where they are there at once.
+
+        Consumes: the engine's deltas. Produces: messages. Waits for: slots, tokens, verdicts, the client's reading.
+
+        Raises:
+            CallError: the queue is full, the engine refuses the request, or `end` was called.
+        """
+        tickets = self._floor.queue.join(self._draw.num_samples)
+        failure: CallError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                samples = [
+                    tasks.create_task(self._sample(index, ticket)) for index, ticket in enumerate(tickets)
+                ]
+                failure = await self._forward(send)
+                for sample in samples:
+                    sample.cancel()
+        finally:
+            for ticket in tickets:
+                self._floor.queue.leave(ticket)
+        if failure is not None:
+            raise failure
+
+    def end(self, error: CallError) -> None:
+        """Send what is there and end the call with this error."""
+        self._outbox.put_nowait(error)
+
+    def recall_unstarted(self) -> list[str]:
+        """Take back the samples of which no token has come yet; returns their engine ids, to be aborted."""
+        unstarted = [each for each in self._attempts.values() if not each.started and not each.recalled]
+        for attempt in unstarted:
+            attempt.recalled = True
+        return [attempt.engine_id for attempt in unstarted]
+
+    async def _forward(self, send: Callable[[list[SampleDelta]], Awaitable[None]]) -> CallError | None:
+        num_unfinished = self._draw.num_samples
+        while num_unfinished > 0:
+            items = [await self._outbox.get()]
+            while not self._outbox.empty():
+                items.append(self._outbox.get_nowait())
+            ready = [item for item in items if isinstance(item, SampleDelta)]
+            if ready:
+                await send(ready)
+            num_unfinished -= sum(item.delta.end is not None for item in ready)
+            for item in items:
+                if isinstance(item, CallError):
+                    return item
+        return None
+
+    async def _sample(self, index: int, ticket: Ticket) -> None:
+        try:
+            while not await self._attempt(index, ticket):
+                self._floor.queue.rejoin(ticket)
+        except EngineRefused as error:
+            self.end(CallError("INVALID_ARGUMENT", str(error)))
+        except EngineFault as error:
+            self.end(CallError("INTERNAL", str(error)))
+        except EngineDead as error:
+            self.end(CallError("UNAVAILABLE", str(error)))
+        finally:
+            self._attempts.pop(index, None)
+            self._floor.queue.leave(ticket)
+
+    async def _attempt(self, index: int, ticket: Ticket) -> bool:
+        """Hand the sample to the engine once; False if it was recalled."""
+        await self._floor.queue.acquire(ticket)
+        attempt = _Attempt(self._floor.next_engine_id())
+        self._attempts[index] = attempt
+        request = SampleRequest(
+            id=attempt.engine_id,
+            prompt_token_ids=self._draw.prompt_token_ids,
+            sampling=self._draw.sampling,
+            cache_salt=self._floor.state.salt,
+        )
+        async with contextlib.aclosing(self._floor.engine.generate(request)) as deltas:
+            async for delta in deltas:
+                if attempt.recalled:
+                    return False
+                attempt.started = True
+                if delta.end == "aborted":
+                    raise EngineFault(f"request {attempt.engine_id} was aborted by the engine itself")
+                if delta.runs:
+                    await self._floor.gate.wait(delta.runs[-1].label.load)
+                self._outbox.put_nowait(SampleDelta(sample_index=index, delta=delta))
+        return True
+
+
+class RolloutFloor:
+    """All calls that are running, over one engine."""
+
+    def __init__(
+        self, *, engine: Engine, queue: AdmissionQueue, state: UpdateState, gate: ReleaseGate
+    ) -> None:
+        self.engine = engine
+        self.queue = queue
+        self.state = state
+        self.gate = gate
+        self._calls: set[RolloutCall] = set()
+        self._engine_ids = itertools.count()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def next_engine_id(self) -> str:
+        return f"sample-{next(self._engine_ids)}"
+
+    @contextlib.contextmanager
+    def call(self, draw: Draw) -> Iterator[RolloutCall]:
+        call = RolloutCall(self, draw)
+        self._calls.add(call)
+        self._empty.clear()
+        try:
+            yield call
+        finally:
+            self._calls.remove(call)
+            if not self._calls:
+                self._empty.set()
+
+    def end_all(self, error: CallError) -> None:
+        for call in self._calls:
+            call.end(error)
+
+    async def recall_unstarted(self) -> None:
+        """What has not begun begins again under the weights of its new hand-over, with no KV of older ones."""
+        engine_ids = [engine_id for call in self._calls for engine_id in call.recall_unstarted()]
+        if engine_ids:
+            await self.engine.abort(engine_ids)
+
+    async def wait_empty(self) -> None:
+        await self._empty.wait()

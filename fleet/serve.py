@@ -1,0 +1,229 @@
+"""The life of a server: bind, start the engine, serve, drain."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from asyppo_async.config.serve import ServeConfig
+from asyppo_async.errors import ConfigError, FleetError
+from asyppo_async.fleet.call_error import CallError
+from asyppo_async.fleet.engine.protocol import Engine
+from asyppo_async.fleet.identity import identify
+from asyppo_async.fleet.queue import AdmissionQueue
+from asyppo_async.fleet.receiver import Receiver
+from asyppo_async.fleet.rollouts import ReleaseGate, RolloutFloor
+from asyppo_async.fleet.service import FleetService, RolloutServicer, WeightSessionServicer
+from asyppo_async.fleet.update_state import UpdateState
+from asyppo_async.rpc.channel import server_options
+from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
+from asyppo_async.weights.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+OpenEngine = Callable[[ServeConfig], AbstractAsyncContextManager[Engine]]
+
+_STOP_GRACE_S = 1.0
+_FORCED_EXIT_CODE = 1
+
+
+class StopSignal:
+    """The first SIGTERM or SIGINT; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received = asyncio.Event()
+
+
+@contextlib.contextmanager
+def listening_for_signals() -> Iterator[StopSignal]:
+    loop = asyncio.get_running_loop()
+    stop = StopSignal()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.received.is_set():
+            logger.warning("second signal (%s): ending now", number.name)
+            os._exit(_FORCED_EXIT_CODE)
+        logger.info("%s: draining; a second signal ends the server at once", number.name)
+        stop.received.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def serve(config: ServeConfig, open_engine: OpenEngine, stop: StopSignal) -> None:
+    """Serve until `stop`, or until the engine dies.
+
+    Raises:
+        ConfigError: a setting is wrong, or the port is taken.
+        FleetError: the engine did not start, or died.
+    """
+    identity = identify(config)
+    service = FleetService(identity, config)
+    async with contextlib.AsyncExitStack() as stack:
+        health_servicer = health.aio.HealthServicer()
+        server, port = await stack.enter_async_context(_listening(config, service, health_servicer))
+        logger.info("listening on %s:%d, starting the engine for %s", config.host, port, config.model)
+        engine = await _opened_unless_stopped(stack, open_engine(config), stop)
+        if engine is None:
+            return
+        try:
+            await _run(config, service, engine, identity.manifest, health_servicer, port, stop)
+        finally:
+            # Before the engine goes: no handler may find it gone.
+            await server.stop(_STOP_GRACE_S)
+
+
+async def _opened_unless_stopped(
+    stack: contextlib.AsyncExitStack, opening: AbstractAsyncContextManager[Engine], stop: StopSignal
+) -> Engine | None:
+    """The engine, or None if the signal came first; then its start is cancelled."""
+    task = asyncio.current_task()
+    if task is None:
+        raise AssertionError("no task runs")
+    opened = False
+
+    async def cancel_on_stop() -> None:
+        await stop.received.wait()
+        if not opened:
+            task.cancel()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watcher = tasks.create_task(cancel_on_stop())
+            engine = await stack.enter_async_context(opening)
+            opened = True
+            watcher.cancel()
+    except asyncio.CancelledError:
+        if not stop.received.is_set():
+            raise
+        task.uncancel()
+        return None
+    return engine
+
+
+async def _run(
+    config: ServeConfig,
+    service: FleetService,
+    engine: Engine,
+    manifest: Manifest,
+    health_servicer: health.aio.HealthServicer,
+    port: int,
+    stop: StopSignal,
+) -> None:
+    floor = RolloutFloor(
+        engine=engine,
+        queue=AdmissionQueue(
+            num_slots=config.max_num_seqs - config.probe_slots, max_queued=config.max_queued_samples
+        ),
+        state=UpdateState(),
+        gate=ReleaseGate(),
+    )
+    failure: str | None = None
+    async with asyncio.TaskGroup() as tasks:
+        receiver = Receiver(floor=floor, manifest=manifest, num_probe_slots=config.probe_slots, tasks=tasks)
+        service.attach(floor, receiver)
+        background = [
+            tasks.create_task(receiver.watch_lease()),
+            tasks.create_task(_report_health(service, receiver, health_servicer)),
+        ]
+        dead = tasks.create_task(engine.wait_failed())
+        stopped = tasks.create_task(stop.received.wait())
+        if config.ready_file is not None:
+            await asyncio.to_thread(_write_ready, config.ready_file, config.host, port)
+        logger.info("ready: serving %s on %s:%d", config.model, config.host, port)
+        await asyncio.wait({dead, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not dead.done():
+            service.lifecycle = "draining"
+            await health_servicer.enter_graceful_shutdown()
+            await _drain(floor, dead, config.drain_grace_s)
+        if dead.done():
+            failure = dead.result()
+            service.lifecycle = "failed"
+            floor.end_all(CallError("UNAVAILABLE", failure))
+        receiver.close()
+        for task in (*background, dead, stopped):
+            task.cancel()
+    if failure is not None:
+        raise FleetError(failure)
+
+
+async def _drain(floor: RolloutFloor, dead: asyncio.Task[str], grace_s: float) -> None:
+    """Let running calls finish, then end the others."""
+    async with asyncio.TaskGroup() as tasks:
+        empty = tasks.create_task(floor.wait_empty())
+        await asyncio.wait({empty, dead}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        empty.cancel()
+    floor.end_all(CallError("UNAVAILABLE", f"the server shut down after a grace of {grace_s:g} s"))
+
+
+async def _report_health(
+    service: FleetService, receiver: Receiver, health_servicer: health.aio.HealthServicer
+) -> None:
+    """Keep grpc.health.v1 true. Waits for: changes of the weights' state. Unblocked by: every session call."""
+    rollout = fleet_pb2.DESCRIPTOR.services_by_name["Rollout"].full_name
+    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    while True:
+        serving = service.state in ("serving", "updating")
+        status = health_pb2.HealthCheckResponse.SERVING
+        await health_servicer.set(rollout, status if serving else health_pb2.HealthCheckResponse.NOT_SERVING)
+        await receiver.wait_changed()
+
+
+@contextlib.asynccontextmanager
+async def _listening(
+    config: ServeConfig, service: FleetService, health_servicer: health.aio.HealthServicer
+) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
+    """Bind before anything heavy starts, so that a taken port is known at once."""
+    _check_free(config.host, config.port)
+    server = grpc.aio.server(options=server_options())
+    fleet_pb2_grpc.add_RolloutServicer_to_server(RolloutServicer(service), server)
+    fleet_pb2_grpc.add_WeightSessionServicer_to_server(WeightSessionServicer(service), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    await health_servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    try:
+        port = server.add_insecure_port(_address(config.host, config.port))
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+    await server.start()
+    try:
+        yield server, port
+    finally:
+        await server.stop(None)
+
+
+def _check_free(host: str, port: int) -> None:
+    """gRPC reports a taken port in several lines of its own; this asks first."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as candidate:
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            candidate.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses the port, or use --port 0"
+        ) from error
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _write_ready(path: Path, host: str, port: int) -> None:
+    """Whole or not at all: whoever waits for the file reads it as soon as it is there."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid()}) + "\n", encoding="utf-8")
+    partial.replace(path)
