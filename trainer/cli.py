@@ -16,11 +16,17 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Train language models with asynchronous actor-critic reinforcement learning. "
-    "`asyppo-train CONFIG.toml` is short for `asyppo-train run CONFIG.toml`.",
 )
 
-_COMMANDS = ("run", "worker")
+_COMMANDS = ("run",)
+
+
+@app.callback()
+def program() -> None:
+    """Train language models with asynchronous actor-critic reinforcement learning.
+
+    `asyppo-train CONFIG.toml` is short for `asyppo-train run CONFIG.toml`.
+    """
 
 
 @app.command()
@@ -53,21 +59,6 @@ def run(
         interrupted = runner.run(run_training(settings, log_level))
     if interrupted:
         raise typer.Exit(130)
-
-
-@app.command()
-def worker(
-    role: Annotated[str, typer.Option(help="actor or critic.")],
-    connect: Annotated[str, typer.Option(help="host:port of the coordinator.")],
-    token_file: Annotated[
-        Path, typer.Option(help="File with the run's token; the coordinator names it in its log.")
-    ],
-    ranks: Annotated[int, typer.Option(min=1, help="Processes to start here, one per device.")] = 1,
-) -> None:
-    """Join a run that is starting elsewhere with ranks of one role."""
-    from asyppo_async.trainer.worker.main import join_run
-
-    join_run(role=role, connect=connect, token_file=token_file, num_ranks=ranks)
 
 
 def main() -> None:

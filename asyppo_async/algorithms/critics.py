@@ -7,7 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor
+from math import floor, sqrt
 from typing import Literal
 
 import torch
@@ -28,16 +28,22 @@ def ensemble_value(values: Tensor, how: ValueAggregation = "mean") -> Tensor:
     raise ValueError(f"values are aggregated by 'mean' or 'min', got {how!r}")
 
 
-def value_std(values: Tensor) -> Tensor:
-    """Population standard deviation over the critics at each token, [M, T] -> [T]; 0 for a single critic.
+def value_std(values: Tensor, *, sample: bool = False) -> Tensor:
+    """Standard deviation over the critics at each token, [M, T] -> [T]; 0 for a single critic.
 
-    For M = 2 it is |V1 - V2| / 2, computed so: the general formula cancels in floating point. (The sample
-    standard deviation is larger by a constant factor, so every ranking is the same.)
+    For M = 2 the population value is |V1 - V2| / 2, computed so: the general formula cancels in floating point.
+
+    Args:
+        values: [M, T].
+        sample: divide by M - 1 instead of M: larger by a constant factor, so that every ranking is the same.
     """
     values = values.to(compute_dtype(values))
-    if len(values) == 2:
-        return (values[0] - values[1]).abs() / 2
-    return values.std(0, correction=0)
+    num_critics = len(values)
+    if num_critics == 2:
+        std = (values[0] - values[1]).abs() / 2
+    else:
+        std = values.std(0, correction=0)
+    return std * sqrt(num_critics / (num_critics - 1)) if sample and num_critics > 1 else std
 
 
 def split_groups(

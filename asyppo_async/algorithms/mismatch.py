@@ -46,7 +46,7 @@ class TokenRule:
     truncate     keep, weight min(rho, high)                 (TIS)
     clamp        keep, weight clamp(rho, low, high)
     importance   keep, weight rho
-    kpop         keep iff the symmetric binary KL < high, weight 1
+    kpop         keep iff the binary KL is below high in both directions, weight 1
     """
 
     kind: TokenRuleKind
@@ -133,6 +133,12 @@ def inside_band(log_ratios: Tensor, low: float, high: float) -> Tensor:
     return (log_ratios >= bounds[0]) & (log_ratios <= bounds[1])
 
 
+def strictly_inside_band(log_ratios: Tensor, low: float, high: float) -> Tensor:
+    """low < rho < high, [T] bool; DIS, whose bounds are strict."""
+    bounds = torch.tensor([safe_log(low), safe_log(high)], dtype=log_ratios.dtype)
+    return (log_ratios > bounds[0]) & (log_ratios < bounds[1])
+
+
 def binary_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
     """KL of two coins that show the sampled token or another, [T]: p log(p/q) + (1-p) log((1-p)/(1-q))."""
     dtype = compute_dtype(p_logprobs, q_logprobs)
@@ -167,8 +173,9 @@ def apply_token_rule(
         case "kpop":
             if proximal_logprobs is None or behaviour_logprobs is None:
                 raise ValueError("the kpop rule needs the proximal and the behaviour log-probs, got None")
-            divergence = binary_kl(proximal_logprobs, behaviour_logprobs) + binary_kl(
-                behaviour_logprobs, proximal_logprobs
+            divergence = torch.maximum(
+                binary_kl(proximal_logprobs, behaviour_logprobs),
+                binary_kl(behaviour_logprobs, proximal_logprobs),
             )
             keep = divergence < rule.high
             return keep, keep.to(log_ratios.dtype)

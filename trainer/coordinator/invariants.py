@@ -19,27 +19,21 @@ def check_core(
     """Raises `AssertionError` with the first sentence that does not hold."""
     _check_ledger(ledger)
     _check_tokens(ledger)
-    _require(
-        served_version <= version, f"no version is served before it is trained: {served_version} > {version}"
-    )
-    _require(
-        ledger.num_in_flight <= settings.max_concurrent_groups,
-        f"at most {settings.max_concurrent_groups} groups are in flight, got {ledger.num_in_flight}",
-    )
-    _require(
-        list(chosen) == list(range(version, version + len(chosen))) and len(chosen) <= 2,
-        f"only the present step and the one ahead have a batch: got {list(chosen)} at version {version}",
+    assert served_version <= version, f"no version is served before it is made: {served_version} > {version}"
+    most = settings.max_concurrent_groups
+    assert ledger.num_in_flight <= most, f"at most {most} groups are in flight, got {ledger.num_in_flight}"
+    steps = list(chosen)
+    assert steps == list(range(version, version + len(steps))) and len(steps) <= 2, (
+        f"only the present step and the one ahead have a batch: got {steps} at version {version}"
     )
     for step, batch in chosen.items():
-        _require(
-            [record.draw_id for record in ledger.chosen[step]] == [draw.draw.draw_id for draw in batch.draws],
-            f"the batch of step {step} is what the ledger holds for it",
+        assert [record.draw for record in ledger.chosen[step]] == [draw.draw for draw in batch.draws], (
+            f"the batch of step {step} is what the ledger holds for it"
         )
-        if settings.on_stale != "mask":
-            _require(
-                all(draw.staleness <= settings.max_staleness for draw in batch.draws),
-                f"no group of step {step} is older than {settings.max_staleness} versions",
-            )
+        worst = max(draw.staleness for draw in batch.draws)
+        assert settings.on_stale == "mask" or worst <= settings.max_staleness, (
+            f"no group of step {step} is older than {settings.max_staleness} versions, got {worst}"
+        )
     if settings.on_stale == "wait":
         _check_deadlines(ledger, settings, next_step=version + len(chosen))
 
@@ -47,29 +41,25 @@ def check_core(
 def _check_ledger(ledger: Ledger) -> None:
     counts = ledger.counts()
     states = Counter(record.state for record in ledger.live.values())
-    _require(
-        (states["in_flight"], states["queued"] + states["chosen"], states["returned"])
-        == (counts.in_flight, counts.queued, counts.returned),
-        f"the counts of the ledger are those of its records: {counts} against {dict(states)}",
-    )
-    _require(
-        sum(len(records) for records in ledger.in_flight.values()) == counts.in_flight
-        and sum(len(records) for records in ledger.queued.values()) == ledger.num_queued,
-        f"every live draw is in the one place that its state names: {counts}",
-    )
+    assert (states["in_flight"], states["queued"] + states["chosen"], states["returned"]) == (
+        counts.in_flight,
+        counts.queued,
+        counts.returned,
+    ), f"the counts of the ledger are those of its records: {counts} against {dict(states)}"
+    assert sum(map(len, ledger.in_flight.values())) == counts.in_flight, "draws in flight are in one place"
+    assert sum(map(len, ledger.queued.values())) == ledger.num_queued, "queued draws are in one place"
     ended = counts.trained + counts.filtered + counts.dropped
-    _require(
-        counts.issued == ended + counts.returned + counts.queued + counts.in_flight,
-        f"issued = trained + filtered + dropped + returned + queued + in flight: {counts}",
+    assert counts.issued == ended + counts.returned + counts.queued + counts.in_flight, (
+        f"issued = trained + filtered + dropped + returned + queued + in flight: {counts}"
     )
 
 
 def _check_tokens(ledger: Ledger) -> None:
     tokens = ledger.token_counts()
     used = tokens.trained + tokens.stale + tokens.rejected + tokens.filtered
-    _require(
-        tokens.generated == used + tokens.in_flight + tokens.queued + sum(tokens.dropped_by_reason.values()),
-        f"tokens generated = in flight + queued + trained + stale + rejected + filtered + dropped: {tokens}",
+    used += sum(tokens.dropped_by_reason.values())
+    assert tokens.generated == used + tokens.in_flight + tokens.queued, (
+        f"tokens generated = in flight + queued + trained + stale + rejected + filtered + dropped: {tokens}"
     )
 
 
@@ -79,13 +69,7 @@ def _check_deadlines(ledger: Ledger, settings: DecisionSettings, *, next_step: i
         outstanding += len(ledger.queued.get(version, ())) + len(ledger.in_flight.get(version, ()))
         due_step = version + settings.max_staleness
         most = settings.batch_size * max(0, due_step + 1 - next_step)
-        _require(
-            outstanding <= most,
+        assert outstanding <= most, (
             f"groups due by step {due_step} fit into the steps until then: {outstanding} > {most} before step "
-            f"{next_step}",
+            f"{next_step}"
         )
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(sentence)

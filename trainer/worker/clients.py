@@ -85,7 +85,7 @@ class ActorGroup:
 
     async def save(self, folder: Path) -> None:
         """Write the policy in Hugging Face format, with its tokenizer; the folder must not exist yet."""
-        requests = [Save(folder=str(folder.absolute()))] * self._ranks.size
+        requests = [Save(folder=_absolute(folder))] * self._ranks.size
         await self._ranks.ask(requests, self._request_timeout_s)
 
     async def manifest(self) -> Manifest:
@@ -186,3 +186,7 @@ async def _train(ranks: Ranks, requests: Sequence[Message], deadline_s: float) -
     """Every rank reports the same steps, since what they measure is summed over the ranks."""
     results = [expect(reply, TrainResult) for reply in await ranks.ask(requests, deadline_s)]
     return TrainResult(steps=results[0].steps, compute_s=max(result.compute_s for result in results))
+
+
+def _absolute(folder: Path) -> str:
+    return str(folder.absolute())

@@ -6,9 +6,20 @@ The header is checked against the message's own annotations, so that what arrive
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Literal, Protocol, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +27,21 @@ from numpy.typing import NDArray
 from asyppo_async.errors import WorkerError
 from asyppo_async.trainer.worker import control, messages
 
-Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 FrameBuffer: TypeAlias = bytes | memoryview
+"""One frame's bytes."""
 
 
 class Message(Protocol):
     """Any dataclass of `messages` or `control`."""
 
-    __dataclass_fields__: dict[str, "dataclasses.Field[object]"]
+    __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[object]"]]
 
 
 M = TypeVar("M", bound=Message)
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
+_KINDS: Mapping[str, type[Message]] = {
+    kind.__name__: cast(type[Message], kind)
     for module in (messages, control)
     for kind in vars(module).values()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
@@ -51,11 +63,9 @@ class _Malformed(Exception):
     """What a header or a frame has wrong."""
 
 
-def encode(
-    message: Message, *, request_id: int = 0, deadline_s: float = 0.0
-) -> list[bytes | NDArray[np.generic]]:
+def encode(message: Message, *, request_id: int = 0, deadline_s: float = 0.0) -> list[FrameBuffer]:
     """Header and array frames. The arrays are those of the message: they must not be written until it has arrived."""
-    arrays: list[NDArray[np.generic]] = []
+    arrays: list[FrameBuffer] = []
     header = {
         "kind": type(message).__name__,
         "request_id": request_id,
@@ -96,11 +106,11 @@ def expect(message: Message, kind: type[M]) -> M:
     return message
 
 
-def _plain(value: object, arrays: list[NDArray[np.generic]]) -> Json:
+def _plain(value: object, arrays: list[FrameBuffer]) -> Json:
     if isinstance(value, np.ndarray):
-        arrays.append(np.ascontiguousarray(value))
+        arrays.append(np.ascontiguousarray(value).data.cast("B") if value.size else b"")
         return {"array": len(arrays) - 1, "dtype": value.dtype.name, "shape": list(value.shape)}
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name), arrays) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):
         return [_plain(item, arrays) for item in value]
@@ -123,14 +133,8 @@ def _value(value: object, hint: object, arrays: Sequence[FrameBuffer], where: st
     """`value` as the annotation `hint` says, or `_Malformed`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        if value is None and NoneType in arguments:
-            return None
-        (hint,) = (argument for argument in arguments if argument is not NoneType)
-        return _value(value, hint, arrays, where)
-    if origin is Literal:
-        if value in arguments:
-            return value
-        raise _Malformed(f"{where} is {value!r}, expected one of {arguments}")
+        (needed,) = (argument for argument in arguments if argument is not NoneType)
+        return None if value is None else _value(value, needed, arrays, where)
     if origin is tuple and isinstance(value, list):
         return tuple(
             _value(item, arguments[0], arrays, f"{where}[{index}]") for index, item in enumerate(value)
@@ -138,7 +142,13 @@ def _value(value: object, hint: object, arrays: Sequence[FrameBuffer], where: st
     if origin is np.ndarray:
         return _array(value, np.dtype(get_args(arguments[1])[0]), arrays, where)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _message(value, hint, arrays, where)
+        return _message(value, cast(type[Message], hint), arrays, where)
+    return _scalar(value, hint, where)
+
+
+def _scalar(value: object, hint: object, where: str) -> object:
+    if get_origin(hint) is Literal and value in get_args(hint):
+        return value
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(hint, type) and type(value) is hint:

@@ -204,11 +204,8 @@ async def _load(ranks: Ranks, spec: GroupSpec, timeout_s: float) -> Loaded:
 def _check_vocabulary(actor_spec: GroupSpec, actor: Loaded, critic_spec: GroupSpec, critic: Loaded) -> None:
     """The same tokenizer (embeddings may be padded to other sizes), or where one is unknown the same size."""
     fingerprints = {actor.tokenizer_fingerprint, critic.tokenizer_fingerprint}
-    if "" in fingerprints:
-        same = actor.vocab_size == critic.vocab_size
-    else:
-        same = len(fingerprints) == 1
-    if not same:
+    unknown = "" in fingerprints
+    if (unknown and actor.vocab_size != critic.vocab_size) or (not unknown and len(fingerprints) > 1):
         raise ConfigError(
             f"{critic_spec.wanted.label} has another vocabulary than the actor: {critic_spec.settings.model} "
             f"({critic.vocab_size} tokens, tokenizer {critic.tokenizer_fingerprint[:12] or 'unknown'}), "

@@ -241,7 +241,7 @@ async def open_hub(bind: str, token: str, silent_after_s: float) -> AsyncIterato
             socket.bind(bind)
         except zmq.ZMQError as error:
             raise ConfigError(f"workers cannot be listened for on {bind}: {error}") from error
-        hub = Hub(socket, str(socket.last_endpoint.decode()), silent_after_s)
+        hub = Hub(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT), silent_after_s)
         async with beside(hub.run()):
             yield hub
     finally:

@@ -112,7 +112,7 @@ class _Connection(threading.Thread):
                 dealer.send_multipart(encode(Heartbeat()))
                 next_beat_s = now_s + HEARTBEAT_INTERVAL_S
             self._end_if_abandoned(now_s)
-            ready = dict(poller.poll(max(0.0, next_beat_s - now_s) * 1000))
+            ready = dict(poller.poll(max(0, round((next_beat_s - now_s) * 1000))))
             if pair in ready:
                 frames = pair.recv_multipart(copy=False)
                 if len(frames[0]) == 0:

@@ -1,4 +1,4 @@
-"""Entry of a worker process: `python -m asyppo_async.trainer.worker.main --role actor --connect tcp://host:port ...`."""
+"""Entry of a worker process: `python -m asyppo_async.trainer.worker.main --role actor --connect tcp://HOST:PORT`."""
 
 import argparse
 import ctypes

@@ -1,7 +1,8 @@
 """Micro-batches: responses of similar length side by side, right-padded, bounded by a budget of tokens.
 
-Right padding under a causal mask needs no attention mask: no token of a row sees the padding behind it. Legend: `R` rows
-and `L` columns of a micro-batch, `N` response tokens in it, `P` prompt and `T` response tokens of one row.
+Right padding under a causal mask needs no attention mask: no token of a row sees the padding behind it.
+
+Legend: `R` rows and `L` columns of a micro-batch, `N` response tokens in it, `P` prompt and `T` response tokens.
 """
 
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def micro_batches(
 
 def ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     """`starts[i], starts[i] + 1, ...` for `lengths[i]` numbers each, end to end."""
-    offsets = np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+    offsets: Int64Array = np.repeat(starts - (lengths.cumsum() - lengths), lengths)
     return np.arange(len(offsets), dtype=np.int64) + offsets
 
 

@@ -69,25 +69,25 @@ class ActorRank:
         )
 
     def answer(self, request: Message) -> Message:
+        reply: Message = Done()
         match request:
             case ActorForward():
-                return self._actor.forward(request)
+                reply = self._actor.forward(request)
             case ActorTrain():
-                return self._actor.train(request)
+                reply = self._actor.train(request)
             case SendWeights():
-                return self._sender.send(request)
+                reply = self._sender.send(request)
             case OpenSession():
-                return self._sender.open(request)
+                reply = self._sender.open(request)
             case JoinSession():
                 self._sender.join(request)
-                return Done()
             case CloseSession():
                 self._sender.close()
-                return Done()
             case Save():
                 self._save(Path(request.folder))
-                return Done()
-        raise WorkerError(f"an actor does not answer {type(request).__name__}")
+            case _:
+                raise WorkerError(f"an actor does not answer {type(request).__name__}")
+        return reply
 
     def _save(self, folder: Path) -> None:
         """All or nothing: the folder appears when it is complete."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from asyppo_async.errors import WeightSyncError
 from asyppo_async.trainer.worker.backend.protocol import Backend

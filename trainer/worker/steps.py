@@ -1,7 +1,7 @@
 """The optimizer steps of one training request, the same loop for actor and critics.
 
-Every rank goes through the same steps and calls the same collectives, also where it has no sequence of a mini-batch. What
-decides (nothing has weight, the loss is not finite) is decided on sums over all ranks.
+Every rank goes through the same steps and calls the same collectives, also where it has no sequence of a mini-batch.
+What decides (nothing has weight, the loss is not finite) is decided on sums over all ranks.
 """
 
 import math

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
+import zmq.asyncio
 from zmq.utils import z85
 
 from asyppo_async.errors import ConfigError
@@ -36,7 +37,7 @@ def read_token(file: Path) -> str:
     return token
 
 
-def secure_coordinator(socket: "zmq.Socket[bytes]", token: str) -> None:
+def secure_coordinator(socket: zmq.asyncio.Socket, token: str) -> None:
     """Make `socket` the CURVE server of the run."""
     socket.curve_secretkey = _secret_key(token, "coordinator")
     socket.curve_server = True

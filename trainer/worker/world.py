@@ -69,7 +69,7 @@ class World:
             same = list(members)
             flat = torch.cat([tensor.reshape(-1) for tensor in same]).to(device="cpu", dtype=dtype)
             self._reduce(flat, ReduceOp.SUM)
-            parts = flat.split([tensor.numel() for tensor in same])
+            parts = torch.split(flat, [tensor.numel() for tensor in same])
             for tensor, part in zip(same, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -85,4 +85,4 @@ class World:
         assert self._group is not None
         options = AllreduceOptions()
         options.reduceOp = operation  # type: ignore[assignment]
-        self._group.allreduce([tensor], options).wait()
+        self._group.allreduce([tensor], options).wait()  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Training with plain torch: every rank holds the whole model, gradients are summed over the group's world."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class PlainBackend:
         gradients = self._summed_gradients()
         norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         learning_rate = self.learning_rate
-        applied = norm == norm and norm != float("inf")
+        applied = math.isfinite(norm)
         if applied:
             if norm > self._max_grad_norm:
                 torch._foreach_mul_(gradients, self._max_grad_norm / norm)
