@@ -108,8 +108,7 @@ class DecisionCore:
 
     def record_tokens(self, draw: Draw, num_tokens: int) -> None:
         """How many tokens this attempt has generated so far, over all its members."""
-        record = self._ledger.find(draw, "in_flight")
-        if record is not None:
+        if (record := self._ledger.find(draw, "in_flight")) is not None:
             self._ledger.record_tokens(record, num_tokens)
 
     def finish(
@@ -127,8 +126,7 @@ class DecisionCore:
         `num_tokens` are those of the `num_members` responses that are left; versions are over their tokens.
         A group with too few members, or with tokens of a version that cannot be, fails instead.
         """
-        record = self._ledger.find(draw, "in_flight")
-        if record is None:
+        if (record := self._ledger.find(draw, "in_flight")) is None:
             return "late"
         self._ledger.record_tokens(record, num_tokens)
         group = GroupFacts(
@@ -147,8 +145,7 @@ class DecisionCore:
 
     def filter(self, draw: Draw, *, reason: str, now_s: float) -> Answer:
         """The group has nothing to teach (all right, all wrong): the draw ends here and gives its slot back."""
-        record = self._ledger.find(draw, "in_flight", "queued")
-        if record is None:
+        if (record := self._ledger.find(draw, "in_flight", "queued")) is None:
             return "late"
         self._ledger.filter(record, reason, version=self._version, now_s=now_s)
         self._retry.give_up(reason)

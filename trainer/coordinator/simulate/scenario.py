@@ -1,0 +1,95 @@
+"""What is simulated: servers, lengths, trainer, publications, faults. All of it follows from numbers and one seed."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from asyppo_async.trainer.coordinator.decisions import DecisionSettings
+from asyppo_async.trainer.coordinator.draws import Draw
+
+FaultKind = Literal["crash", "freeze", "slow", "kill_coordinator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """One fleet server. A decode iteration takes `base + per_sequence * running` seconds and gives each a token."""
+
+    num_slots: int
+    base_s: float
+    per_sequence_s: float
+    joins_s: float
+    """0: there from the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`crash`: gone, back as a joiner after the duration. `freeze`: no progress. `slow`: a tenth of the speed."""
+
+    kind: FaultKind
+    at_s: float
+    duration_s: float
+    server: int
+    """Index; of no meaning for `kill_coordinator`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthPlan:
+    """Response lengths: log-normal over prompts (the tail belongs to the prompt), and again within a prompt."""
+
+    median_tokens: float
+    prompt_sigma: float
+    member_sigma: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A whole run. Fractions are probabilities, drawn from hashes so that they do not depend on the schedule."""
+
+    seed: int
+    settings: DecisionSettings
+    num_prompts: int
+    num_epochs: int | None
+    servers: tuple[ServerPlan, ...]
+    lengths: LengthPlan
+    step_s: float
+    step_s_per_token: float
+    skipped_fraction: float
+    """Steps in which nothing is trainable: short, version + 1 all the same."""
+    critic_ahead: bool
+    publication_s: float
+    pause_s: float
+    """How long a server stands still to load the weights."""
+    publication_blocks_trainer: bool
+    failed_publication_fraction: float
+    """Publications that have to be sent again."""
+    filtered_fraction: float
+    """Groups with equal rewards."""
+    failed_reward_fraction: float
+    """Of members."""
+    doomed_fraction: float
+    """Prompts whose every attempt fails."""
+    lost_fraction: float
+    """Of messages that a group is complete."""
+    duplicated_fraction: float
+    deadline_s: float
+    """For a whole attempt; what is missing then is lost."""
+    faults: tuple[Fault, ...]
+    checkpoint_every_steps: int
+    restores_queue: bool
+    """Whether a resumed coordinator still has the queued trajectories."""
+
+    def chance(self, what: str, *keys: object) -> float:
+        """A number in [0, 1) that depends on the seed and the names only."""
+        return random.Random(":".join(map(str, (self.seed, what, *keys)))).random()
+
+    def length(self, draw: Draw, member: int) -> int:
+        """Tokens of one response; the same prompt is long on every attempt."""
+        plan = self.lengths
+        of_prompt = random.Random(f"{self.seed}:prompt:{draw.prompt_id}").gauss(0.0, plan.prompt_sigma)
+        of_member = random.Random(
+            f"{self.seed}:member:{draw.prompt_id}:{draw.draw_id}:{draw.attempt}:{member}"
+        )
+        log_length = math.log(plan.median_tokens) + of_prompt + of_member.gauss(0.0, plan.member_sigma)
+        return max(1, min(plan.max_tokens, round(math.exp(log_length))))
