@@ -153,7 +153,9 @@ class WeightGroup:
         except RuntimeError as error:
             raise WeightSyncError(f"{self._name}: {what} did not start: {_first_line(error)}") from error
         landing = None if on_wire is data or self.rank == 0 else data
-        return Broadcast(work, on_wire, landing, f"{self._name}: {what}", started_s, started_s + deadline_s)
+        return Broadcast(
+            self._group, work, on_wire, landing, f"{self._name}: {what}", started_s, started_s + deadline_s
+        )
 
     def send_bucket(self, data: torch.Tensor, deadline_s: float) -> None:
         """Send `data` (uint8, [n]) from rank 0 to all others.
@@ -168,7 +170,10 @@ class WeightGroup:
         self.begin_broadcast(into, f"receiving {len(into)} bytes", deadline_s).finish()
 
     def close(self) -> None:
-        """Leave the group: peers that wait for this rank fail at once. Closing twice does nothing."""
+        """Leave the group: peers that wait for this rank fail at once. Closing twice does nothing.
+
+        A broadcast of this rank that another thread waits for ends at its own deadline, or when its peer closes.
+        """
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -179,6 +184,7 @@ class Broadcast:
 
     def __init__(
         self,
+        group: _Collectives,
         work: Work,
         on_wire: torch.Tensor,
         landing: torch.Tensor | None,
@@ -186,6 +192,9 @@ class Broadcast:
         started_s: float,
         deadline_at_s: float,
     ) -> None:
+        # The last reference to a gloo group waits for what is under way, so it is held where that is waited for
+        # anyway, and never by whoever closes the group.
+        self._group = group
         self._work = work
         self._on_wire = on_wire
         self._landing = landing

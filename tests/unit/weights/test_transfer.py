@@ -276,3 +276,32 @@ def test_receive_into_when_the_buffer_has_the_wrong_size_then_it_is_refused() ->
     never: Any = None
     with pytest.raises(ValueError, match="the buffer must be uint8"):
         receive_into(never, manifest, (), torch.empty(1, dtype=torch.uint8), 1.0)
+
+
+async def test_close_when_another_thread_is_receiving_then_it_does_not_wait_for_that() -> None:
+    arguments = {"num_elements": 10, "num_tensors": 2, "bucket_bytes": 4096, "world_size": 2, "epoch": 3}
+    manifest = manifest_of(10, 2)
+    async with peer(role="send", deadline_s=20.0, pause_s=60.0, **arguments) as sender:
+        port = (await sender.event())["port"]
+        group = await asyncio.to_thread(
+            WeightGroup.join,
+            backend="gloo",
+            store=("127.0.0.1", port),
+            rank=1,
+            world_size=2,
+            epoch=3,
+            deadline_s=20.0,
+        )
+        buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8)
+        buckets = plan_buckets(manifest, 4096)
+        took_s: list[float] = []
+
+        def close() -> None:
+            started_s = time.monotonic()
+            group.close()
+            took_s.append(time.monotonic() - started_s)
+
+        asyncio.get_running_loop().call_later(0.5, close)
+        with pytest.raises(WeightSyncError):
+            await asyncio.to_thread(receive_into, group, manifest, buckets, buffer, 3.0)
+        assert took_s[0] < 0.5
