@@ -39,10 +39,7 @@ def value_std(values: Tensor, *, sample: bool = False) -> Tensor:
     """
     values = values.to(compute_dtype(values))
     num_critics = len(values)
-    if num_critics == 2:
-        std = (values[0] - values[1]).abs() / 2
-    else:
-        std = values.std(0, correction=0)
+    std = (values[0] - values[1]).abs() / 2 if num_critics == 2 else values.std(0, correction=0)
     return std * sqrt(num_critics / (num_critics - 1)) if sample and num_critics > 1 else std
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyppo_async.algorithms.logprobs import token_logprobs_and_entropy
+from asyppo_async.algorithms.logprobs import KeptSet, kept_tokens, token_logprobs_and_entropy
 
 F64 = torch.float64
 
@@ -107,3 +107,77 @@ def test_chunked_head_when_setting_is_out_of_range_then_says_so(temperature, chu
     hidden, weight, ids, _ = problem()
     with pytest.raises(ValueError, match="got 0"):
         token_logprobs_and_entropy(hidden, weight, ids, temperature=temperature, chunk_tokens=chunk)
+
+
+SUPPORT = [2.0, 1.0, 0.0, -1.0]
+
+
+def scored(ids, temperature, kept_set):
+    """The logits are SUPPORT at every token."""
+    hidden = torch.ones(len(ids), 1, dtype=F64)
+    weight = torch.tensor(SUPPORT, dtype=F64).unsqueeze(1)
+    return token_logprobs_and_entropy(
+        hidden, weight, torch.tensor(ids), temperature=temperature, chunk_tokens=3, kept_set=kept_set
+    )
+
+
+def test_kept_set_when_top_two_then_golden_processed_probabilities(golden, check):
+    support = golden["support"]
+    full = scored([0, 1, 2, 3], 0.99, None)
+    check(full.logprobs.exp(), support["temp"])
+    check(scored([0, 1, 2, 3], 1.0, None).logprobs.exp(), support["raw"])
+    kept = scored([0, 1, 2], 0.99, KeptSet(top_k=2, top_p=1.0))
+    check(kept.logprobs[:2].exp(), support["processed_top2"])
+    assert kept.inside.tolist() == [True, True, False]
+    assert bool(torch.isfinite(kept.logprobs).all())
+    check((full.logprobs[:2] - kept.logprobs[:2]).exp(), support["rho_old_full_over_mu_proc(tok0,1)"])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"),
+    [
+        (0, 1.0, [True, True, True, True]),
+        (3, 1.0, [True, True, True, False]),
+        (0, 0.6, [True, False, False, False]),
+        (0, 0.7, [True, True, False, False]),
+        (0, 1e-9, [True, False, False, False]),
+        # Of the two that top-k leaves the first holds .731, so .7 keeps one and .8 both.
+        (2, 0.7, [True, False, False, False]),
+        (2, 0.8, [True, True, False, False]),
+    ],
+)
+def test_kept_set_when_bounds_vary_then_top_k_first_and_top_p_of_the_rest(top_k, top_p, expected):
+    z = torch.tensor([SUPPORT], dtype=F64)
+    assert kept_tokens(z, KeptSet(top_k=top_k, top_p=top_p)).tolist() == [expected]
+    assert kept_tokens(z.flip(1), KeptSet(top_k=top_k, top_p=top_p)).tolist() == [expected[::-1]]
+
+
+def test_kept_set_when_differentiated_then_gradcheck_and_full_entropy():
+    hidden, weight, ids, _ = problem(n=5, h=3, v=6)
+    kept_set = KeptSet(top_k=4, top_p=0.9)
+
+    def outputs(h, w):
+        result = token_logprobs_and_entropy(h, w, ids, temperature=0.7, chunk_tokens=2, kept_set=kept_set)
+        return result.logprobs, result.entropies
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight))
+    torch.testing.assert_close(outputs(hidden, weight)[1], plain(hidden, weight, ids, 0.7)[1])
+
+
+def test_kept_set_when_out_of_range_then_says_so():
+    with pytest.raises(ValueError, match="top_p in"):
+        scored([0], 1.0, KeptSet(top_k=0, top_p=0.0))
+
+
+def test_float32_head_when_body_is_bfloat16_then_closer_to_exact_than_a_bfloat16_head():
+    hidden, weight, ids, _ = problem(n=64, h=64, v=200, dtype=torch.bfloat16)
+    exact = plain(hidden.double(), weight.double(), ids, 1.0)[0]
+    errors = []
+    for float32_head in (True, False):
+        result = token_logprobs_and_entropy(
+            hidden, weight, ids, temperature=1.0, chunk_tokens=16, float32_head=float32_head
+        )
+        errors.append(float((result.logprobs.double() - exact).abs().mean().detach()))
+        (result.logprobs.sum() + result.entropies.sum()).backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert errors[0] < 1e-4 < errors[1]

@@ -1,0 +1,100 @@
+"""Shares of tokens by what they are: sign of advantage, age, clip side, and AsyPPO's two masks.
+
+Negative-advantage stale tokens are the dangerous ones, so rejection is told apart by both. Legend: `T` packed
+tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyppo_async.algorithms.losses import TokenLoss
+
+
+def share(marked: Tensor, among: Tensor) -> float:
+    """Marked tokens among some, as a share; NaN if there are none."""
+    total = int(among.sum())
+    return int((marked & among).sum()) / total if total else float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionShares:
+    """Share of rejected tokens among those with each property."""
+
+    positive_advantage: float
+    negative_advantage: float
+    fresh: float
+    stale: float
+    stale_negative: float
+
+
+def rejection_shares(
+    rejected: Tensor, advantages: Tensor, staleness: Tensor, valid: Tensor
+) -> RejectionShares:
+    """Where the mismatch correction takes its tokens from.
+
+    Args:
+        rejected: [T] bool.
+        advantages: [T]; what is not valid may hold NaN.
+        staleness: [T] int versions.
+        valid: [T] bool.
+    """
+    positive, negative = valid & (advantages > 0), valid & (advantages < 0)
+    fresh, stale = valid & (staleness == 0), valid & (staleness > 0)
+    return RejectionShares(
+        positive_advantage=share(rejected, positive),
+        negative_advantage=share(rejected, negative),
+        fresh=share(rejected, fresh),
+        stale=share(rejected, stale),
+        stale_negative=share(rejected, stale & negative),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipShares:
+    """Share of tokens that the trust region acted on."""
+
+    low: float
+    high: float
+
+
+def clip_shares(loss: TokenLoss, counted: Tensor) -> ClipShares:
+    """Low and high side apart, over the counted tokens; for CISPO the share of clamped weights."""
+    return ClipShares(low=share(loss.clipped_low, counted), high=share(loss.clipped_high, counted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskOverlaps:
+    """Of AsyPPO's advantage mask, entropy filter and the PPO clip, as shares of all valid tokens."""
+
+    advantage_masked: float
+    entropy_filtered: float
+    both: float
+    masked_and_clipped: float
+
+
+def mask_overlaps(
+    advantage_keep: Tensor, entropy_keep: Tensor, clipped: Tensor, valid: Tensor
+) -> MaskOverlaps:
+    """How the masks fall together; "both" is 0 as long as the two shares sum to at most 1."""
+    masked, filtered = ~advantage_keep, ~entropy_keep
+    return MaskOverlaps(
+        advantage_masked=share(masked, valid),
+        entropy_filtered=share(filtered, valid),
+        both=share(masked & filtered, valid),
+        masked_and_clipped=share(masked & clipped, valid),
+    )
+
+
+def enough_effective_samples(effective_sample_size: float, floor: float) -> bool:
+    """Whether a step is worth taking: false under the floor and for NaN (no tokens). A falling ESS announces
+    collapse.
+    """
+    return effective_sample_size >= floor
+
+
+def masked_correlation(first: Tensor, second: Tensor, valid: Tensor) -> float:
+    """Pearson correlation over valid tokens (position against advantage, std against |gradient|, ...)."""
+    pair = torch.stack([first[valid].double(), second[valid].double()])
+    return float(torch.corrcoef(pair)[0, 1]) if pair.shape[1] > 1 else float("nan")
