@@ -172,7 +172,7 @@ def _array(
     frame = memoryview(arrays[index]).cast("B") if len(arrays[index]) else memoryview(b"")
     if len(frame) != num_bytes:
         raise _Malformed(f"{where} has shape {shape}, which is {num_bytes} bytes, got {len(frame)}")
-    return np.frombuffer(frame, dtype=dtype).reshape(shape)
+    return np.frombuffer(frame.toreadonly(), dtype=dtype).reshape(shape)
 
 
 def _count_arrays(body: Json) -> int:

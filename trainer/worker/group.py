@@ -84,14 +84,12 @@ def specs_of(
     actor: ActorSection, critic: CriticSection, *, seed: int, bucket_bytes: int, times: GroupTimes
 ) -> tuple[GroupSpec, ...]:
     """The actor's group first, then one per critic."""
-    if critic.count and critic.model is None:
-        raise ConfigError(f"critic.model is needed for critic.count = {critic.count}")
     specs = []
     for index in range(-1, critic.count):
         section = actor if index < 0 else critic
         settings = WorkerSettings(
             role="actor" if index < 0 else "critic",
-            model=str(Path(section.model or "").absolute()),
+            model=str(section.model.absolute()),
             dtype=section.dtype,
             backend=section.backend,
             learning_rate=section.learning_rate,

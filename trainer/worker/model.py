@@ -113,6 +113,10 @@ def copy_companions(source: Path, target: Path) -> None:
 def silence_transformers() -> None:
     """Only errors, no progress bars, and never a look at a hub."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if not torch.cuda.is_available():
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # transformers' saving imports deepspeed, which would guess
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,0 +1,163 @@
+"""Tiny models, batches, and ranks without their processes, for the worker's tests."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from asyppo_async.trainer.worker.actor import Actor
+from asyppo_async.trainer.worker.backend.plain import PlainBackend
+from asyppo_async.trainer.worker.control import ComputeDtype
+from asyppo_async.trainer.worker.critic import CriticLearner
+from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain, MiniBatches
+from asyppo_async.trainer.worker.model import load_critic, load_policy, silence_transformers
+from asyppo_async.trainer.worker.steps import Stepper
+from asyppo_async.trainer.worker.world import World
+from asyppo_async.types import TokenSequences, concatenate_sequences
+
+VOCABULARY = 23
+T = TypeVar("T")
+
+
+def tiny_config(**changes: int | bool) -> Qwen3Config:
+    settings: dict[str, int | bool] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+    return Qwen3Config(**(settings | changes))
+
+
+def write_model(folder: Path, **changes: int | bool) -> Path:
+    """A Qwen3 of random weights, large enough that every token has its own distribution."""
+    silence_transformers()
+    torch.manual_seed(5)
+    model = Qwen3ForCausalLM(tiny_config(**changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_sequences(seed: int, num_sequences: int) -> TokenSequences:
+    random = np.random.default_rng(seed)
+    return concatenate_sequences(
+        [
+            (
+                random.integers(0, VOCABULARY, random.integers(1, 7)),
+                random.integers(0, VOCABULARY, random.integers(1, 10)).astype(np.int32),
+            )
+            for _ in range(num_sequences)
+        ]
+    )
+
+
+class RecordingBackend(PlainBackend):
+    """Keeps the summed gradient of every step, by parameter name."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        super().__init__(
+            module,
+            world=world,
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            warmup_steps=0,
+            max_grad_norm=1.0,
+        )
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def _summed_gradients(self) -> list[Tensor]:
+        gradients = super()._summed_gradients()
+        self.gradients.append(
+            {name: gradient.clone() for name, gradient in zip(self._names, gradients, strict=True)}
+        )
+        return gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner(Generic[T]):
+    """One rank without its process."""
+
+    learner: T
+    backend: RecordingBackend
+    module: nn.Module
+
+
+def open_actor(
+    folder: Path, *, dtype: ComputeDtype = "float64", micro_batch_tokens: int = 4096, budget: int = 0
+) -> Learner[Actor]:
+    policy = load_policy(folder, dtype)
+    backend = RecordingBackend(policy.module, World.alone())
+    stepper = Stepper(backend, World.alone(), micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
+    actor = Actor(policy, stepper, micro_batch_tokens=micro_batch_tokens)
+    return Learner(learner=actor, backend=backend, module=policy.module)
+
+
+def open_critic(
+    folder: Path, *, dtype: ComputeDtype = "float64", micro_batch_tokens: int = 4096, budget: int = 0
+) -> Learner[CriticLearner]:
+    critic = load_critic(folder, dtype, seed=1)
+    backend = RecordingBackend(critic.module, World.alone())
+    stepper = Stepper(backend, World.alone(), micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
+    learner = CriticLearner(critic, stepper, micro_batch_tokens=micro_batch_tokens)
+    return Learner(learner=learner, backend=backend, module=critic.module)
+
+
+def actor_request(sequences: TokenSequences, sizes: Sequence[int], **changes: object) -> ActorTrain:
+    """A training request with weights of both kinds, some of them exactly 0, and ratios on both sides of the clip."""
+    random = np.random.default_rng(11)
+    num_tokens = sequences.num_response_tokens
+    settings: dict[str, object] = {
+        "sequences": sequences,
+        "proximal_logprobs": random.normal(-3, 0.5, num_tokens).astype(np.float32),
+        "advantages": random.normal(0, 1, num_tokens).astype(np.float32),
+        "policy_weights": (random.random(num_tokens) * (random.random(num_tokens) > 0.3)).astype(np.float32),
+        "entropy_weights": (random.random(num_tokens) > 0.2).astype(np.float32),
+        "mini_batches": mini_batches(sequences, sizes),
+        "temperature": 0.8,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "entropy_coefficient": 0.03,
+    }
+    return ActorTrain(**(settings | changes))  # type: ignore[arg-type]
+
+
+def critic_request(sequences: TokenSequences, sizes: Sequence[int], **changes: object) -> CriticTrain:
+    random = np.random.default_rng(12)
+    num_tokens = sequences.num_response_tokens
+    settings: dict[str, object] = {
+        "sequences": sequences,
+        "targets": random.choice([-1.0, 1.0], num_tokens).astype(np.float32),
+        "weights": (random.random(num_tokens) > 0.3).astype(np.float32),
+        "old_values": random.normal(0, 0.3, num_tokens).astype(np.float32),
+        "mini_batches": mini_batches(sequences, sizes),
+        "value_clip": None,
+    }
+    return CriticTrain(**(settings | changes))  # type: ignore[arg-type]
+
+
+def mini_batches(sequences: TokenSequences, sizes: Sequence[int]) -> MiniBatches:
+    """The sequences in turn, again from the first when they are through."""
+    return MiniBatches(
+        sequence_indices=(np.arange(sum(sizes)) % sequences.num_sequences).astype(np.int32),
+        sizes=np.array(sizes, dtype=np.int32),
+        denominators=np.full(len(sizes), 37.0),
+    )
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Over the tensors: norm of the difference over norm (invariant 5)."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
