@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from asyppo_async.errors import WeightSyncError
 from asyppo_async.fleet.call_error import CallError
-from asyppo_async.fleet.engine.protocol import Engine, KvOnUpdate, WeightsLabel
+from asyppo_async.fleet.engine.protocol import Engine, KvOnUpdate, StagedWeights, WeightsLabel
 from asyppo_async.fleet.prober import ProbeOutcome, Prober, ProbeWork
 from asyppo_async.fleet.rollouts import RolloutFloor
 from asyppo_async.fleet.staging import Meeting, StagingArea
@@ -66,7 +66,7 @@ class Receiver:
         if self._state.open(session, time.monotonic()):
             self._lose_weights("a new session began before the verdict on the last version")
         self._drop_area()
-        with self._heard_during():
+        with self._heard_during(session.epoch):
             try:
                 area = await StagingArea.join(meeting)
             except (ValueError, WeightSyncError, asyncio.CancelledError) as error:
@@ -81,9 +81,10 @@ class Receiver:
         self._area = area
 
     async def stage(self, epoch: int, version: int, deadline_s: float) -> ReceiveReport:
-        self._state.stage_begins(epoch, version)
-        area = self._opened_area()
-        with self._heard_during():
+        """Receive one version beside the generation; whatever fails here leaves the old one serving."""
+        with self._heard_during(epoch):
+            self._state.stage_begins(epoch, version)
+            area = self._opened_area()
             try:
                 report = await area.receive(deadline_s)
             except (WeightSyncError, asyncio.CancelledError):
@@ -94,39 +95,46 @@ class Receiver:
             if self._area is not area:
                 raise CallError("ABORTED", f"epoch {epoch} was replaced while version {version} arrived")
             self._state.stage_ends(version)
-        return report
+            return report
 
     async def commit(
         self, epoch: int, version: int, checksums: tuple[int, ...], kv_on_update: KvOnUpdate
     ) -> CommitTimes:
-        candidate = self._state.commit_begins(epoch, version)
-        return await self._to_the_end(self._commit(candidate, checksums, kv_on_update))
+        """Load what is staged and go on, on probation."""
+        with self._heard_during(epoch):
+            candidate = self._state.commit_begins(epoch, version)
+            return await self._to_the_end(self._commit(candidate, checksums, kv_on_update))
 
     async def probe(self, epoch: int, version: int, work: ProbeWork) -> ProbeOutcome:
         """Score and sample with the weights on probation; see `Prober`."""
-        candidate = self._state.check_probe(epoch, version)
-        with self._heard_during():
+        with self._heard_during(epoch):
+            candidate = self._state.check_probe(epoch, version)
             return await self._prober.run(work, candidate.load, self._state.salt)
 
     def judge(self, epoch: int, version: int, passed: bool) -> None:
-        self._state.judge(epoch, version, passed)
-        served = self._state.served
-        if served is None:
-            self._lose_weights(f"version {version} failed its probe")
-        else:
-            self._floor.gate.release(served.load)
-            self._floor.queue.resume()
-        self._hear()
+        """Release what was withheld, or throw it away."""
+        with self._heard_during(epoch):
+            self._state.judge(epoch, version, passed)
+            served = self._state.served
+            if served is None:
+                self._lose_weights(f"version {version} failed its probe")
+            else:
+                self._floor.gate.release(served.load)
+                self._floor.queue.resume()
 
     async def set_version(self, epoch: int, version: int) -> None:
-        served = self._state.rename(epoch, version)
-        await self._to_the_end(self._engine.set_label(WeightsLabel(version=served.version, load=served.load)))
+        """Name the served weights anew."""
+        with self._heard_during(epoch):
+            served = self._state.rename(epoch, version)
+            label = WeightsLabel(version=served.version, load=served.load)
+            await self._to_the_end(self._engine.set_label(label))
 
     def close_session(self, epoch: int) -> None:
-        if self._state.close(epoch):
-            self._lose_weights("the session was closed before the verdict")
-        self._drop_area()
-        self._notify()
+        """Leave the process group."""
+        with self._heard_during(epoch):
+            if self._state.close(epoch):
+                self._lose_weights("the session was closed before the verdict")
+            self._drop_area()
 
     async def watch_lease(self) -> None:
         """Reset an update whose sender is silent.
@@ -152,24 +160,15 @@ class Receiver:
     async def _commit(
         self, candidate: Served, checksums: tuple[int, ...], kv_on_update: KvOnUpdate
     ) -> CommitTimes:
-        with self._heard_during():
+        with self._counted():  # apart from the call, which may have gone away
             try:
                 staged = self._opened_area().staged(checksums)
                 await self._engine.verify_staged(staged)
             except WeightSyncError as error:
                 self._state.refuse_commit()
                 raise CallError("DATA_LOSS", f"{error}; the version before goes on serving") from error
-            started_s = time.monotonic()
-            self._floor.queue.hold()
             try:
-                await self._engine.pause(kv_on_update)
-                await self._floor.recall_unstarted()
-                self._end_foreign_calls(candidate)
-                paused_s = time.monotonic()
-                label = WeightsLabel(version=candidate.version, load=candidate.load)
-                await self._engine.load_staged(staged, label)
-                loaded_s = time.monotonic()
-                await self._engine.resume()
+                times = await self._load(candidate, staged, kv_on_update)
             except WeightSyncError as error:
                 self._state.break_commit()
                 self._lose_weights(f"loading version {candidate.version} failed: {error}")
@@ -178,6 +177,19 @@ class Receiver:
                     "INTERNAL", f"{error}; weights unknown until a complete version is published"
                 ) from error
             self._state.commit_ends()
+            return times
+
+    async def _load(self, candidate: Served, staged: StagedWeights, kv_on_update: KvOnUpdate) -> CommitTimes:
+        started_s = time.monotonic()
+        self._floor.queue.hold()
+        await self._engine.pause(kv_on_update)
+        await self._floor.recall_unstarted()
+        self._end_foreign_calls(candidate)
+        paused_s = time.monotonic()
+        label = WeightsLabel(version=candidate.version, load=candidate.load)
+        await self._engine.load_staged(staged, label)
+        loaded_s = time.monotonic()
+        await self._engine.resume()
         return CommitTimes(
             pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s
         )
@@ -231,8 +243,14 @@ class Receiver:
         return await outcome
 
     @contextlib.contextmanager
-    def _heard_during(self) -> Iterator[None]:
+    def _heard_during(self, epoch: int) -> Iterator[None]:
         """A sender with a call under way is not silent; the lease runs from the end of the call."""
+        self._state.check_epoch(epoch)
+        with self._counted():
+            yield
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         self._num_calls += 1
         try:
             yield

@@ -15,7 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from asyppo_async.config.serve import ServeConfig
-from asyppo_async.errors import ConfigError, FleetError
+from asyppo_async.errors import AsyppoError, ConfigError, FleetError
 from asyppo_async.fleet.call_error import CallError
 from asyppo_async.fleet.engine.protocol import Engine
 from asyppo_async.fleet.identity import identify
@@ -94,24 +94,30 @@ async def _opened_unless_stopped(
     task = asyncio.current_task()
     if task is None:
         raise AssertionError("no task runs")
-    opened = False
+    engine: Engine | None = None
+    failure: AsyppoError | None = None
+    is_starting = True
 
     async def cancel_on_stop() -> None:
         await stop.received.wait()
-        if not opened:
+        if is_starting:
             task.cancel()
 
     try:
         async with asyncio.TaskGroup() as tasks:
             watcher = tasks.create_task(cancel_on_stop())
-            engine = await stack.enter_async_context(opening)
-            opened = True
+            try:
+                engine = await stack.enter_async_context(opening)
+            except AsyppoError as error:  # not through the task group, which would wrap it
+                failure = error
+            is_starting = False
             watcher.cancel()
     except asyncio.CancelledError:
         if not stop.received.is_set():
             raise
         task.uncancel()
-        return None
+    if failure is not None:
+        raise failure
     return engine
 
 
@@ -190,8 +196,8 @@ async def _listening(
     """Bind before anything heavy starts, so that a taken port is known at once."""
     _check_free(config.host, config.port)
     server = grpc.aio.server(options=server_options())
-    fleet_pb2_grpc.add_RolloutServicer_to_server(RolloutServicer(service), server)
-    fleet_pb2_grpc.add_WeightSessionServicer_to_server(WeightSessionServicer(service), server)
+    fleet_pb2_grpc.add_RolloutServicer_to_server(RolloutServicer(service), server)  # type: ignore[no-untyped-call]
+    fleet_pb2_grpc.add_WeightSessionServicer_to_server(WeightSessionServicer(service), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     await health_servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
@@ -224,6 +230,10 @@ def _address(host: str, port: int) -> str:
 
 def _write_ready(path: Path, host: str, port: int) -> None:
     """Whole or not at all: whoever waits for the file reads it as soon as it is there."""
+    line = json.dumps({"host": host, "port": port, "pid": os.getpid()}) + "\n"
+    if path.exists() and not path.is_file():  # a pipe (/dev/fd/N) of whoever started this server
+        path.write_text(line, encoding="utf-8")
+        return
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid()}) + "\n", encoding="utf-8")
+    partial.write_text(line, encoding="utf-8")
     partial.replace(path)

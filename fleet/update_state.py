@@ -95,6 +95,16 @@ class UpdateState:
         self._heard_s = now_s
         return lost
 
+    def check_epoch(self, epoch: int) -> Session:
+        """The open session, if it is of this epoch."""
+        if self.session is None or self.phase is Phase.CLOSED:
+            raise CallError("FAILED_PRECONDITION", f"epoch {epoch}: no weight session is open; open one")
+        if self.session.epoch != epoch:
+            raise CallError(
+                "FAILED_PRECONDITION", f"epoch {epoch}: the session's epoch is {self.session.epoch}"
+            )
+        return self.session
+
     def stage_begins(self, epoch: int, version: int) -> None:
         session = self._expect(epoch, Phase.OPEN, Phase.STAGED)
         served = self.served
@@ -168,7 +178,7 @@ class UpdateState:
 
     def close(self, epoch: int) -> bool:
         """True if that costs the weights."""
-        self._check_epoch(epoch)
+        self.check_epoch(epoch)
         if self.phase is Phase.COMMITTING:
             raise CallError("ABORTED", "a commit is under way; close the session when it has ended")
         lost = self._end_update()
@@ -208,22 +218,13 @@ class UpdateState:
             )
 
     def _expect(self, epoch: int, *phases: Phase) -> Session:
-        session = self._check_epoch(epoch)
+        session = self.check_epoch(epoch)
         if self.phase not in phases:
             raise CallError(
                 "FAILED_PRECONDITION",
                 f"the update is {self.phase.name}; this call needs {' or '.join(phase.name for phase in phases)}",
             )
         return session
-
-    def _check_epoch(self, epoch: int) -> Session:
-        if self.session is None or self.phase is Phase.CLOSED:
-            raise CallError("FAILED_PRECONDITION", f"epoch {epoch}: no weight session is open; open one")
-        if self.session.epoch != epoch:
-            raise CallError(
-                "FAILED_PRECONDITION", f"epoch {epoch}: the session's epoch is {self.session.epoch}"
-            )
-        return self.session
 
     def _end_update(self) -> bool:
         lost = self.phase is Phase.PROBATION

@@ -27,7 +27,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
-class StagedInitInfo(WeightTransferInitInfo):
+class StagedInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where the staged bytes are, and what they should be. Lists are in the order of the byte space."""
 
     process_id: int
@@ -48,13 +48,13 @@ class StagedInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class StagedUpdateInfo(WeightTransferUpdateInfo):
+class StagedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """`abort` is the only way to tell a worker that an update which has started will not be completed."""
 
     abort: str = ""
 
 
-class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
+class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):  # type: ignore[misc]
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
 
@@ -148,7 +148,7 @@ class _StagedTensors:
 
     def verify(self) -> None:
         for (name, tensor), expected in zip(self.tensors(), self._info.checksums, strict=True):
-            found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())
+            found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
             if found != expected:
                 raise WeightSyncError(f"checksum of {name}: {found:#010x} staged, {expected:#010x} sent")
 

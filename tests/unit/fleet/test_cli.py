@@ -1,0 +1,71 @@
+"""What the command line takes and refuses, without an engine."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from asyppo_async.config.serve import ServeConfig
+from asyppo_async.errors import ConfigError
+from asyppo_async.fleet.engine.vllm_options import prepare_environment
+
+SCRIPT = Path(sys.executable).with_name("asyppo-fleet")
+
+
+def fleet(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_when_asked_then_every_setting_is_explained_without_torch() -> None:
+    started_s = time.monotonic()
+    run = fleet("serve", "--help")
+    took_s = time.monotonic() - started_s
+    assert run.returncode == 0
+    for name in ServeConfig.model_fields:
+        assert f"--{name.replace('_', '-')}" in run.stdout
+        assert ServeConfig.model_fields[name].description, name
+    code = "import sys, asyppo_async.fleet.cli; sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert took_s < 3  # under a second on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-num-seqs", "1"], "--max-num-seqs: Input should be greater than or equal to 2, got 1"),
+        (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines"),
+        (["--probe-slots", "128"], "leaves no slot"),
+        (["--dtype", "float16"], "--dtype: Input should be 'float32' or 'bfloat16', got 'float16'"),
+        ([], "there is no model folder"),
+    ],
+    ids=["range", "host", "slots", "dtype", "folder"],
+)
+def test_serve_when_a_setting_is_wrong_then_one_line_and_exit_code_1(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    run = fleet("serve", "--model", str(tmp_path / "absent"), *arguments)
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: ")
+    assert message in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.3.2.1"])
+def test_host_when_loopback_then_no_flag_is_needed(host: str) -> None:
+    assert ServeConfig(model=Path("m"), host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "node1"])
+def test_host_when_beyond_loopback_then_needs_the_flag(host: str) -> None:
+    with pytest.raises(ValidationError, match="--insecure"):
+        ServeConfig(model=Path("m"), host=host)
+    assert ServeConfig(model=Path("m"), host=host, insecure=True).host == host
+
+
+def test_environment_when_it_disables_our_plugin_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "some_other")
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS='some_other'"):
+        prepare_environment(ServeConfig(model=Path("m")))

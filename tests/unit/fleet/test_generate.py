@@ -1,0 +1,112 @@
+"""`Generate` over real gRPC: streams, order, bounds, cancellation, refusals."""
+
+import numpy as np
+import pytest
+
+from asyppo_async.errors import FleetMismatch, FleetOverloaded, FleetUnavailable, RequestRejected
+from asyppo_async.fleet.engine.scripted import Script
+from asyppo_async.rpc.calls import GenerateCall
+
+DEADLINE_S = 20.0
+
+
+async def test_generate_when_several_samples_then_all_arrive_whole(serving, draw) -> None:
+    async with serving() as server:
+        responses = await server.client.collect(
+            draw(num_samples=3, max_tokens=10), DEADLINE_S, lambda _: None
+        )
+    expected = (12 + 7 * np.arange(10)) % 64
+    for response in responses:
+        assert response.token_ids.tolist() == expected.tolist()
+        np.testing.assert_allclose(response.behaviour_logprobs, -(1 + np.arange(10) / 1000), rtol=1e-6)
+        assert response.versions.tolist() == [0] * 10
+        assert response.finish_reason == "length"
+
+
+async def test_generate_when_a_stop_id_is_sampled_then_it_is_the_last_token(serving, draw) -> None:
+    async with serving() as server:
+        (response,) = await server.client.collect(draw(stop_token_ids=(33,)), DEADLINE_S, lambda _: None)
+    assert response.token_ids.tolist() == [12, 19, 26, 33]
+    assert response.finish_reason == "stop"
+
+
+async def test_generate_when_slots_are_few_then_engine_never_has_more(serving, draw) -> None:
+    async with serving(Script(delta_delay_s=0.002), max_num_seqs=5, probe_slots=2) as server:
+        await server.client.collect(draw(num_samples=9, max_tokens=12), DEADLINE_S, lambda _: None)
+        assert server.engine.max_running == 3
+        info = await server.client.info(DEADLINE_S)
+    assert (info.num_running_samples, info.num_queued_samples) == (0, 0)
+
+
+async def test_generate_when_queue_is_full_then_overloaded(serving, draw) -> None:
+    async with (
+        serving(Script(delta_delay_s=0.05), max_num_seqs=2, probe_slots=1, max_queued_samples=2) as server,
+        server.client.generate(draw(num_samples=3, max_tokens=400), DEADLINE_S) as stream,
+    ):
+        await anext(stream)
+        info = await server.client.info(DEADLINE_S)
+        assert (info.num_running_samples, info.num_queued_samples) == (1, 2)
+        with pytest.raises(FleetOverloaded, match="1 samples do not fit"):
+            await server.client.collect(draw(), DEADLINE_S, lambda _: None)
+        with pytest.raises(RequestRejected, match="at most 3"):
+            await server.client.collect(draw(num_samples=4), DEADLINE_S, lambda _: None)
+
+
+async def test_generate_when_client_leaves_then_engine_request_is_aborted(serving, draw, until) -> None:
+    async with serving(Script(delta_delay_s=0.01), max_num_seqs=4, probe_slots=1) as server:
+        async with server.client.generate(draw(num_samples=5, max_tokens=400), DEADLINE_S) as stream:
+            await anext(stream)
+            assert len(server.engine.running_ids) == 3
+        await until(lambda: not server.engine.running_ids)
+        info = await server.client.info(DEADLINE_S)
+        assert (info.num_running_samples, info.num_queued_samples) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_samples": 0}, "num_samples is at least 1"),
+        ({"prompt_token_ids": []}, "at least one token"),
+        ({"prompt_token_ids": [64]}, "token id 64 is not in the vocabulary of 64"),
+        ({"prompt_token_ids": [-1]}, "not negative"),
+        ({"prompt_token_ids": [1] * 512}, "leaves no room"),
+        ({"temperature": 0.001}, "temperature is 0 or at least 0.01"),
+        ({"max_tokens": 0}, "max_tokens is at least 1"),
+        ({"stop_token_ids": (64,)}, "not all in the vocabulary"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+async def test_generate_when_request_is_wrong_then_rejected_with_reason(
+    serving, draw, fields: dict[str, object], message: str
+) -> None:
+    async with serving() as server:
+        with pytest.raises(RequestRejected, match=message):
+            await server.client.collect(draw(**fields), DEADLINE_S, lambda _: None)
+        assert server.engine.seen == []
+
+
+async def test_generate_when_response_would_pass_the_limit_then_it_is_cut_there(serving, draw) -> None:
+    async with serving(Script(max_model_len=512)) as server:
+        call: GenerateCall = draw(prompt_token_ids=[1] * 500, max_tokens=100)
+        (response,) = await server.client.collect(call, DEADLINE_S, lambda _: None)
+    assert len(response.token_ids) == 12
+    assert response.finish_reason == "length"
+
+
+async def test_generate_when_of_another_run_then_mismatch(serving, draw) -> None:
+    async with serving() as server:
+        with pytest.raises(FleetMismatch, match="holds the weights of no run"):
+            await server.client.collect(draw(run_id="run"), DEADLINE_S, lambda _: None)
+
+
+async def test_generate_when_engine_dies_then_call_ends_and_server_fails(serving, draw) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with serving(Script(delta_delay_s=0.01)) as server:
+            async with server.client.generate(draw(max_tokens=400), DEADLINE_S) as stream:
+                await anext(stream)
+                server.engine.die("out of memory")
+                with pytest.raises(FleetUnavailable, match="out of memory"):
+                    async for _ in stream:
+                        pass
+            await server.task
+    assert "out of memory" in str(caught.value.exceptions)
