@@ -16,6 +16,7 @@ from asyppo_async.rpc.codec import ServerInfo
 from asyppo_async.trainer.coordinator.rollouts import Generated
 from asyppo_async.trainer.coordinator.together import together
 from asyppo_async.types import Prompt, SamplingParams
+from asyppo_async.weights.group import address_towards
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,11 @@ class Fleet:
         self.members = tuple(members)
         self.run = run
         self._numbers = itertools.count()
+
+    def address_of_this_host(self) -> str:
+        """The address under which the servers reach this machine: that of the way to the first of them."""
+        host, port = self.members[0].address.rsplit(":", 1)
+        return address_towards(host.strip("[]"), int(port))
 
     def least_loaded(self) -> Member:
         """The server with the fewest outstanding tokens; the first of equals."""

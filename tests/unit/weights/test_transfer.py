@@ -13,33 +13,12 @@ import torch
 
 from asyppo_async.errors import WeightSyncError
 from asyppo_async.weights.buckets import plan_buckets
-from asyppo_async.weights.manifest import Manifest, TensorSpec
+from asyppo_async.weights.manifest import Manifest
 from asyppo_async.weights.transfer import WeightGroup, open_store, receive_into, send_tensors
+from tests.unit.weights.peer import manifest_of, tensors_of
 
 PEER = Path(__file__).with_name("peer.py")
 MIB = 2**20
-
-
-def manifest_of(num_elements: int, num_tensors: int) -> Manifest:
-    """As peer.py."""
-    specs = [
-        TensorSpec(
-            name=f"model.layers.{index}.{'mlp.up_proj' if index % 2 else 'self_attn.q_proj'}.weight",
-            shape=(num_elements + index, 3),
-            dtype="bfloat16" if index % 2 else "float32",
-        )
-        for index in range(num_tensors)
-    ]
-    specs += [
-        TensorSpec(name="empty", shape=(0, 4), dtype="float32"),
-        TensorSpec(name="scalar", shape=(), dtype="float32"),
-    ]
-    return Manifest(tensors=tuple(specs))
-
-
-def tensors_of(manifest: Manifest, seed: int) -> list[tuple[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(spec.name, torch.randn(spec.shape, generator=generator)) for spec in manifest.tensors]
 
 
 class Peer:
@@ -266,7 +245,7 @@ async def test_send_when_tensors_are_not_those_of_the_manifest_then_it_names_the
                 group,
                 manifest,
                 plan_buckets(manifest, MIB),
-                change(tensors_of(manifest, 0)),
+                change(list(tensors_of(manifest, 0))),
                 5.0,
             )
 
