@@ -5,9 +5,9 @@
 
     log pi(a_t | s_t) = log_softmax(logits[P-1+t])[ids[P+t]],   V(s_t) = value_head(hidden[P-1+t])
 
-So logits, values and entropies of the response are rows [P-1 : P+T-1], one before the tokens [P : P+T]. Row P+T-1, the
-state after the last token, is not used: V(s_T) = 0 by definition. V(s_0) is row P-1. The engine's t-th log-prob belongs
-to a_t: its list has no shift.
+So logits, values and entropies of the response are rows [P-1 : P+T-1], one before the tokens [P : P+T]. Row
+P+T-1, the state after the last token, is not used: V(s_T) = 0 by definition. V(s_0) is row P-1. The engine's
+t-th log-prob belongs to a_t: its list has no shift.
 
 Legend: `B` sequences, `T` packed response tokens, `S` packed positions of prompts and responses.
 """

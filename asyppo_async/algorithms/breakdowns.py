@@ -18,6 +18,11 @@ def share(marked: Tensor, among: Tensor) -> float:
     return int((marked & among).sum()) / total if total else float("nan")
 
 
+def masked_mean(terms: Tensor, among: Tensor) -> float:
+    """Mean over some tokens (entropy with and without the filter, for one); NaN if there are none."""
+    return float(terms.detach()[among].double().mean())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionShares:
     """Share of rejected tokens among those with each property."""

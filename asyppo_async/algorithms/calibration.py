@@ -30,6 +30,15 @@ def explained_variance_by_position(
     )
 
 
+def mean_by_position(
+    terms: Tensor, lengths: Tensor, *, num_parts: int, valid: Tensor | None = None
+) -> tuple[float, ...]:
+    """Mean of a token term per part of the response: |A| by decile, for one."""
+    part = relative_position(lengths, num_parts)
+    everything = torch.ones_like(part, dtype=torch.bool) if valid is None else valid
+    return tuple(float(terms[everything & (part == index)].double().mean()) for index in range(num_parts))
+
+
 def length_bucket(lengths: Tensor, edges: Sequence[int]) -> Tensor:
     """Bucket of each response, [B] int64: bucket i holds lengths up to edges[i], the last one the rest."""
     return torch.bucketize(lengths, torch.tensor(list(edges)))
@@ -81,6 +90,33 @@ def calibration_bins(
             observed=float(correct[index == number].double().mean()),
         )
         for number in range(num_bins)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueByOutcome:
+    """Mean value over the tokens of right and of wrong responses."""
+
+    right: float
+    wrong: float
+
+
+def value_by_outcome(
+    values: Tensor, correct: Tensor, lengths: Tensor, valid: Tensor | None = None
+) -> ValueByOutcome:
+    """How far the critic tells right responses from wrong ones.
+
+    Args:
+        values: [T].
+        correct: [B] bool.
+        lengths: [B].
+        valid: [T] bool.
+    """
+    right = spread(correct, lengths)
+    everything = torch.ones_like(right) if valid is None else valid
+    return ValueByOutcome(
+        right=float(values[everything & right].double().mean()),
+        wrong=float(values[everything & ~right].double().mean()),
     )
 
 

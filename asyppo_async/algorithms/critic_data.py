@@ -11,11 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyppo_async.algorithms.critics import split_groups
+from asyppo_async.algorithms.critics import ValueAggregation, ensemble_value, split_groups
 from asyppo_async.algorithms.packed import check_lengths, compute_dtype
 
 CriticData = Literal["group_split", "random_split", "shared"]
 SmallGroups = Literal["rotate", "all"]
+AdvantageValues = Literal["post", "pre", "crossfit"]
 
 
 def random_split(
@@ -104,3 +105,39 @@ def crossfit_value(values: Tensor, trained_on: Tensor, lengths: Tensor) -> Tenso
         )
     weights = speaks.to(compute_dtype(values)) / speaks.sum(0).clamp(min=1)
     return (values.to(weights.dtype) * torch.repeat_interleave(weights, lengths, dim=1)).sum(0)
+
+
+def advantage_values(
+    which: AdvantageValues,
+    *,
+    before: Tensor | None = None,
+    after: Tensor | None = None,
+    trained_on: Tensor | None = None,
+    lengths: Tensor | None = None,
+    how: ValueAggregation = "mean",
+) -> Tensor:
+    """The values that go into GAE, [T].
+
+        post      all critics after their update with this batch      AsyPPO's Algorithm 1; critics train first
+        pre       all critics before it                               S3AC, VC-PPO; critics and actor may overlap
+        crossfit  after it, without the critics that learned from the response
+
+    Args:
+        which: see above.
+        before: [M, T], for "pre".
+        after: [M, T], for "post" and "crossfit".
+        trained_on: [M, B] bool, for "crossfit".
+        lengths: [B], for "crossfit".
+        how: mean or minimum over critics; crossfit is always a mean.
+    """
+    needed = before if which == "pre" else after
+    if needed is None:
+        raise ValueError(
+            f"advantage_values = {which!r} needs values from {'before' if which == 'pre' else 'after'} "
+            "the critics' update, got None"
+        )
+    if which != "crossfit":
+        return ensemble_value(needed, how)
+    if trained_on is None or lengths is None:
+        raise ValueError("advantage_values = 'crossfit' needs trained_on and lengths, got None")
+    return crossfit_value(needed, trained_on, lengths)

@@ -31,7 +31,8 @@ def ensemble_value(values: Tensor, how: ValueAggregation = "mean") -> Tensor:
 def value_std(values: Tensor, *, sample: bool = False) -> Tensor:
     """Standard deviation over the critics at each token, [M, T] -> [T]; 0 for a single critic.
 
-    For M = 2 the population value is |V1 - V2| / 2, computed so: the general formula cancels in floating point.
+    For M = 2 the population value is |V1 - V2| / 2, computed so: the general formula cancels in floating
+    point.
 
     Args:
         values: [M, T].

@@ -10,7 +10,7 @@ distribution is proportional to a_eff. (Training each prompt once per epoch woul
 decision is a hash of seed and draw number, so a resumed run decides alike.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyppo_async.algorithms.seeded import seeded_integer, seeded_uniform
@@ -147,4 +147,39 @@ def decide(
         probability=probability,
         success_estimate=success,
         critic_probability=critic_probability(start_value),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DapsSummary:
+    """What a set of candidates says about the selection."""
+
+    num_candidates: int
+    num_accepted: int
+    mean_probability: float
+    """Of a_eff over candidates; NaN without candidates."""
+    success_histogram: tuple[int, ...]
+    """Candidates by p, in tenths."""
+    accepted_middle_share: float
+    """Share of accepted candidates with .2 < p <= .8; NaN if none was accepted."""
+
+    @property
+    def candidates_per_accepted(self) -> float:
+        return self.num_candidates / self.num_accepted if self.num_accepted else float("nan")
+
+
+def summarise(decisions: Sequence[DapsDecision]) -> DapsSummary:
+    """Counts and means over decisions."""
+    accepted = [decision for decision in decisions if decision.accepted]
+    histogram = [0] * 10
+    for decision in decisions:
+        histogram[min(9, int(decision.success_estimate * 10))] += 1
+    middle = sum(0.2 < decision.success_estimate <= 0.8 for decision in accepted)
+    total = sum(decision.probability for decision in decisions)
+    return DapsSummary(
+        num_candidates=len(decisions),
+        num_accepted=len(accepted),
+        mean_probability=total / len(decisions) if decisions else float("nan"),
+        success_histogram=tuple(histogram),
+        accepted_middle_share=middle / len(accepted) if accepted else float("nan"),
     )

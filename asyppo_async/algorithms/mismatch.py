@@ -206,9 +206,9 @@ def apply_sequence_gate(
             outside = measured & ~inside_band(log_ratios, gate.low, gate.high)
             return ~counted_any(outside, lengths)
         case "product":
-            return inside_band(segment_sum(log_ratios, lengths), gate.low, gate.high) | empty
+            return inside_band(segment_sum(log_ratios.double(), lengths), gate.low, gate.high) | empty
         case "geometric":
-            mean = segment_mean(log_ratios, lengths, measured)
+            mean = segment_mean(log_ratios.double(), lengths, measured)
             return inside_band(mean, gate.low, gate.high) | empty
         case "binary_kl":
             if proximal_logprobs is None or behaviour_logprobs is None:

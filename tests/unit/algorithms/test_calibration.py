@@ -8,6 +8,7 @@ from asyppo_async.algorithms.breakdowns import (
     enough_effective_samples,
     mask_overlaps,
     masked_correlation,
+    masked_mean,
     rejection_shares,
 )
 from asyppo_async.algorithms.calibration import (
@@ -16,9 +17,11 @@ from asyppo_async.algorithms.calibration import (
     critic_agreement,
     explained_variance_by_length,
     explained_variance_by_position,
+    mean_by_position,
     ranking_quality,
     relative_position,
     share_by_length,
+    value_by_outcome,
 )
 from asyppo_async.algorithms.confidence import (
     confidence_value,
@@ -140,3 +143,20 @@ def test_correlation_when_two_tokens_are_too_few_then_nan():
     x = torch.tensor([1.0, 2.0, 3.0, torch.nan])
     assert masked_correlation(x, -2 * x, valid) == pytest.approx(-1.0)
     assert math.isnan(masked_correlation(x, x, x > 2))
+
+
+def test_value_by_outcome_when_tokens_are_invalid_then_left_out():
+    values = torch.tensor([0.5, 0.7, torch.nan, -0.5])
+    outcome = value_by_outcome(
+        values, torch.tensor([True, False]), torch.tensor([3, 1]), torch.tensor([True, True, False, True])
+    )
+    assert (outcome.right, outcome.wrong) == pytest.approx((0.6, -0.5))
+
+
+def test_mean_by_position_when_responses_are_halved_then_mean_of_each_half():
+    terms = torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0, 20.0])
+    assert mean_by_position(terms, torch.tensor([4, 2]), num_parts=2) == pytest.approx((13 / 3, 9.0))
+
+
+def test_masked_mean_when_the_rest_is_nan_then_not_read():
+    assert masked_mean(torch.tensor([1.0, torch.nan, 3.0]), torch.tensor([True, False, True])) == 2.0

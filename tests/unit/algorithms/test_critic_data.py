@@ -3,7 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyppo_async.algorithms.critic_data import critic_responses, crossfit_value, random_split
+from asyppo_async.algorithms.critic_data import (
+    advantage_values,
+    critic_responses,
+    crossfit_value,
+    random_split,
+)
 from asyppo_async.algorithms.critics import value_std
 
 F64 = torch.float64
@@ -90,3 +95,17 @@ def test_critics_when_data_is_shared_then_std_stays_zero_and_when_split_it_does_
     weights = [train_linear(features, returns, start, mask) for mask in masks]
     std = value_std(torch.stack([features @ weight for weight in weights]))
     assert (float(std.max()) == 0.0) == (how == "shared")
+
+
+def test_advantage_values_when_chosen_then_before_after_or_without_the_critics_that_learned():
+    before = torch.zeros(2, 3, dtype=F64)
+    after = torch.tensor([[0.2, 0.2, 0.0], [0.0, 0.0, 0.4]], dtype=F64)
+    more = {"trained_on": torch.tensor([[True, False], [False, True]]), "lengths": torch.tensor([2, 1])}
+    assert advantage_values("pre", before=before).tolist() == [0.0, 0.0, 0.0]
+    assert advantage_values("post", before=before, after=after).tolist() == [0.1, 0.1, 0.2]
+    assert advantage_values("post", after=after, how="min").tolist() == [0.0, 0.0, 0.0]
+    assert advantage_values("crossfit", after=after, **more).tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="'pre' needs values from before"):
+        advantage_values("pre", after=after)
+    with pytest.raises(ValueError, match="needs trained_on and lengths"):
+        advantage_values("crossfit", after=after)

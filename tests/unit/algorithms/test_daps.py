@@ -15,6 +15,7 @@ from asyppo_async.algorithms.daps import (
     effective_acceptance,
     ramp,
     success_estimate,
+    summarise,
 )
 
 START_VALUES = [-1.3, -0.5, 0.0, 0.6, 1.0]
@@ -160,3 +161,18 @@ def test_selection_when_candidates_are_drawn_with_replacement_then_proportional_
 def test_counts_when_successes_are_impossible_then_says_so(successes, trials):
     with pytest.raises(ValueError, match="successes lie in"):
         OutcomeCounts(decay=0.99).add("p", successes=successes, trials=trials)
+
+
+def test_summary_when_some_are_accepted_then_counts_and_shares():
+    decisions = [
+        decide(3, draw, outcomes(s, n), value, 500, SETTINGS)
+        for draw in range(40)
+        for value, s, n in zip(START_VALUES, SUCCESSES, TRIALS, strict=True)
+    ]
+    summary = summarise(decisions)
+    assert summary.num_candidates == 200
+    assert summary.success_histogram == (80, 0, 0, 0, 0, 40, 0, 0, 0, 80)
+    assert summary.mean_probability == pytest.approx(0.36287438)
+    assert summary.accepted_middle_share == pytest.approx(40 / summary.num_accepted)
+    assert summary.candidates_per_accepted == 200 / summary.num_accepted
+    assert summarise([]).num_candidates == 0
