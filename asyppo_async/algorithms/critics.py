@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import floor, sqrt
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,18 +106,23 @@ def select_lowest(scores: Tensor, share: float, valid: Tensor | None = None) -> 
     """
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"a share lies in [0, 1], got {share}")
-    chosen = scores.detach() if valid is None else scores.detach()[valid]
-    if not bool(torch.isfinite(chosen).all()):
-        bad = int((~torch.isfinite(chosen)).sum())
-        raise ValueError(f"{bad} of {chosen.numel()} scores are not finite; a critic has diverged")
+    everything = valid is None or bool(valid.all())
+    chosen = scores.detach() if everything or valid is None else scores.detach()[valid]
+    finite = torch.isfinite(chosen)
+    if not bool(finite.all()):
+        raise ValueError(
+            f"{int((~finite).sum())} of {chosen.numel()} scores are not finite; a critic has diverged"
+        )
     count = share_count(share, chosen.numel())
     selected = torch.zeros(chosen.numel(), dtype=torch.bool)
     if count > 0:
-        cut = torch.kthvalue(chosen, count).values
+        cut = float(np.partition(chosen.numpy(), count - 1)[count - 1])
         selected = chosen < cut
         ties = torch.nonzero(chosen == cut).squeeze(1)
         selected[ties[: count - int(selected.sum())]] = True
-    return selected if valid is None else torch.zeros_like(valid).masked_scatter_(valid, selected)
+    if everything or valid is None:
+        return selected
+    return torch.zeros_like(valid).masked_scatter_(valid, selected)
 
 
 def select_highest(scores: Tensor, share: float, valid: Tensor | None = None) -> Tensor:
@@ -149,7 +155,7 @@ def value_std_masks(
     set.
     """
     everything = torch.ones_like(std, dtype=torch.bool) if valid is None else valid
-    chosen = std[everything]
+    chosen = std if bool(everything.all()) else std[everything]
     degenerate = chosen.numel() == 0 or float(chosen.max() - chosen.min()) < 1e-12
     if degenerate:
         advantage_share = entropy_share = 0.0

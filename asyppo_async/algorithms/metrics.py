@@ -13,6 +13,8 @@ from torch import Tensor
 from asyppo_async.algorithms.mismatch import ratio
 from asyppo_async.algorithms.packed import compute_dtype, segment_max
 
+PART_TOKENS = 1 << 20
+
 
 def _chosen(values: Tensor, valid: Tensor | None) -> Tensor:
     return values.detach().double() if valid is None else values.detach()[valid].double()
@@ -85,22 +87,33 @@ class RatioStatistics:
 
 
 def ratio_statistics(log_ratio: Tensor, valid: Tensor | None = None) -> RatioStatistics:
-    """All figures of a ratio at once, over the valid tokens with a finite log ratio, before any rejection."""
+    """All figures of a ratio at once, over the valid tokens with a finite log ratio, before any rejection.
+
+    Sums go through the tokens in parts, so that the float64 copies stay small.
+    """
     finite = torch.isfinite(log_ratio)
     measured = finite if valid is None else finite & valid
-    logs = _chosen(log_ratio, measured)
-    minimum, p1, p99, maximum = quantiles(ratio(logs), (0.0, 0.01, 0.99, 1.0))
+    logs = log_ratio.detach() if bool(measured.all()) else log_ratio.detach()[measured]
+    sums = torch.zeros(4, dtype=torch.float64)
+    for part in torch.split(logs, PART_TOKENS):
+        exact = part.double()
+        weights = ratio(exact)
+        sums += torch.stack([weights.sum(), weights.square().sum(), exact.sum(), (weights - 1 - exact).sum()])
+    count = logs.numel()
+    total, squares, log_sum, k3_sum = sums.tolist()
+    minimum, p1, p99, maximum = quantiles(ratio(logs.to(compute_dtype(logs))), (0.0, 0.01, 0.99, 1.0))
+    nothing = float("nan")
     return RatioStatistics(
-        num_tokens=logs.numel(),
-        mean=float(ratio(logs).mean()),
+        num_tokens=count,
+        mean=total / count if count else nothing,
         minimum=minimum,
         p1=p1,
         p99=p99,
         maximum=maximum,
-        effective_sample_size=effective_sample_size(logs),
-        chi_square=chi_square(logs),
-        kl_k1=kl_k1(logs),
-        kl_k3=kl_k3(logs),
+        effective_sample_size=total**2 / (count * squares) if count else nothing,
+        chi_square=squares / count - 1 if count else nothing,
+        kl_k1=-log_sum / count if count else nothing,
+        kl_k3=k3_sum / count if count else nothing,
     )
 
 
@@ -128,6 +141,52 @@ class ExplainedVarianceSums:
 
     @property
     def explained_variance(self) -> float:
+        """1 - Var(G - V) / Var(G); NaN if the returns do not vary. Blind to a constant shift of V."""
+        if self.count == 0:
+            return float("nan")
+        variance = self.returns_squared / self.count - (self.returns / self.count) ** 2
+        if variance <= 1e-12 * max(1.0, self.returns_squared / self.count):
+            return float("nan")
+        error_variance = self.errors_squared / self.count - (self.errors / self.count) ** 2
+        return 1.0 - error_variance / variance
+
+    @property
+    def bias(self) -> float:
+        """mean(G - V)."""
+        return self.errors / self.count if self.count else float("nan")
+
+    @property
+    def mean_squared_error(self) -> float:
+        return self.errors_squared / self.count if self.count else float("nan")
+
+
+def explained_variance_sums(
+    returns: Tensor, values: Tensor, valid: Tensor | None = None
+) -> ExplainedVarianceSums:
+    """The sums over valid tokens, in float64; what is not valid may hold NaN."""
+    everything = valid is None or bool(valid.all())
+    chosen_returns, chosen_values = (
+        tensor.detach() if everything or valid is None else tensor.detach()[valid]
+        for tensor in (returns, values)
+    )
+    sums = torch.zeros(4, dtype=torch.float64)
+    for part, predicted in zip(
+        torch.split(chosen_returns, PART_TOKENS), torch.split(chosen_values, PART_TOKENS), strict=True
+    ):
+        exact = part.double()
+        errors = exact - predicted.double()
+        sums += torch.stack([exact.sum(), exact.square().sum(), errors.sum(), errors.square().sum()])
+    return_sum, return_squares, error_sum, error_squares = sums.tolist()
+    return ExplainedVarianceSums(
+        count=chosen_returns.numel(),
+        returns=return_sum,
+        returns_squared=return_squares,
+        errors=error_sum,
+        errors_squared=error_squares,
+    )
+
+
+def explained_variance(self) -> float:
         """1 - Var(G - V) / Var(G); NaN if the returns do not vary. Blind to a constant shift of V."""
         if self.count == 0:
             return float("nan")

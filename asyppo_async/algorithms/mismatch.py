@@ -247,8 +247,10 @@ def correct_mismatch(
     raw = log_ratio(proximal_logprobs.detach(), behaviour_logprobs.detach())
     measured = valid & torch.isfinite(raw)
     logs = neutralise(raw, measured)
-    proximal = neutralise(proximal_logprobs.detach(), measured, -1.0)
-    behaviour = neutralise(behaviour_logprobs.detach(), measured, -1.0)
+    proximal = behaviour = None
+    if rule.kind == "kpop" or any(gate.kind == "binary_kl" for gate in gates):
+        proximal = neutralise(proximal_logprobs.detach(), measured, -1.0)
+        behaviour = neutralise(behaviour_logprobs.detach(), measured, -1.0)
     kept, weights = apply_token_rule(logs, rule, proximal_logprobs=proximal, behaviour_logprobs=behaviour)
     keep_tokens = kept & measured
     verdicts = [
@@ -262,7 +264,7 @@ def correct_mismatch(
         keep_sequences &= verdict
     num_tokens, num_finite = int(valid.sum()), int(measured.sum())
     below = measured & ~inside_band(logs, rule.low, float("inf"))
-    above = measured & ~inside_band(logs, 0.0, rule.high) if rule.kind != "kpop" else measured & ~kept
+    above = measured & ~(kept if rule.kind == "kpop" else inside_band(logs, 0.0, rule.high))
     return MismatchCorrection(
         log_ratio=logs,
         measured=measured,
