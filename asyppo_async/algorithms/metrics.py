@@ -186,41 +186,6 @@ def explained_variance_sums(
     )
 
 
-def explained_variance(self) -> float:
-        """1 - Var(G - V) / Var(G); NaN if the returns do not vary. Blind to a constant shift of V."""
-        if self.count == 0:
-            return float("nan")
-        variance = self.returns_squared / self.count - (self.returns / self.count) ** 2
-        if variance <= 1e-12 * max(1.0, self.returns_squared / self.count):
-            return float("nan")
-        error_variance = self.errors_squared / self.count - (self.errors / self.count) ** 2
-        return 1.0 - error_variance / variance
-
-    @property
-    def bias(self) -> float:
-        """mean(G - V)."""
-        return self.errors / self.count if self.count else float("nan")
-
-    @property
-    def mean_squared_error(self) -> float:
-        return self.errors_squared / self.count if self.count else float("nan")
-
-
-def explained_variance_sums(
-    returns: Tensor, values: Tensor, valid: Tensor | None = None
-) -> ExplainedVarianceSums:
-    """The sums over valid tokens, in float64."""
-    exact_returns = _chosen(returns, valid)
-    errors = exact_returns - _chosen(values, valid)
-    return ExplainedVarianceSums(
-        count=exact_returns.numel(),
-        returns=float(exact_returns.sum()),
-        returns_squared=float(exact_returns.square().sum()),
-        errors=float(errors.sum()),
-        errors_squared=float(errors.square().sum()),
-    )
-
-
 def explained_variance(returns: Tensor, values: Tensor, valid: Tensor | None = None) -> float:
     """1 - Var(G - V) / Var(G) over valid tokens; NaN if the returns do not vary."""
     return explained_variance_sums(returns, values, valid).explained_variance
