@@ -37,6 +37,11 @@ class ActorGroup:
         self._manifest = manifest
         self._request_timeout_s = request_timeout_s
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Role, rank, process and host of each rank, for messages."""
+        return self._ranks.labels
+
     async def watch(self) -> None:
         """Wait until a rank is lost, then raise `WorkerError`: for a task beside everything else."""
         await self._ranks.watch()
@@ -145,6 +150,11 @@ class CriticGroup:
     def __init__(self, ranks: Ranks, request_timeout_s: float) -> None:
         self._ranks = ranks
         self._request_timeout_s = request_timeout_s
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """As the actor's."""
+        return self._ranks.labels
 
     async def watch(self) -> None:
         """Wait until a rank is lost, then raise `WorkerError`."""

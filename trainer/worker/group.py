@@ -19,7 +19,7 @@ from asyppo_async.trainer.worker.rendezvous import WantedGroup, gather_workers, 
 from asyppo_async.trainer.worker.wire import SHUTDOWN_GRACE_S, read_token
 
 _EXIT_GRACE_S = SHUTDOWN_GRACE_S + 2
-_SETTLE_S = 0.5
+_SETTLE_S = 0.2
 _TOKEN_FILE = "worker.token"
 
 

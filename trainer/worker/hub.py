@@ -49,6 +49,8 @@ class Peer:
         self.label = f"{hello.role} (process {hello.pid} on {hello.host})"
         self.failure: str | None = None
         """Why the rank is of no more use, in its own words if it had any."""
+        self.died = False
+        """Its process is known to have ended."""
         self._failed = asyncio.Event()
         self._group_failed = asyncio.Event()
         self.heard_s = time.monotonic()
@@ -63,6 +65,7 @@ class Peer:
 
     async def lost(self, why: str, settle_s: float) -> None:
         """The process is gone; what it said last may still be on its way and is the better reason."""
+        self.died = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._failed.wait(), settle_s)
         self.fail(why)

@@ -35,12 +35,14 @@ _PAIR = "inproc://main-thread"
 class Link:
     """What the main thread sees: requests come out, replies go in."""
 
-    def __init__(self, endpoint: str, token: str, hello: Hello) -> None:
+    def __init__(
+        self, endpoint: str, token: str, hello: Hello, *, abandoned_after_s: float = ABANDONED_AFTER_S
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pair = self._context.socket(zmq.PAIR)
         self._pair.linger = LINGER_MS
         self._pair.bind(_PAIR)
-        self._thread = _Connection(self._context, endpoint, token, hello)
+        self._thread = _Connection(self._context, endpoint, token, hello, abandoned_after_s)
 
     def start(self) -> None:
         """Connect and say hello."""
@@ -70,13 +72,19 @@ class _Connection(threading.Thread):
     """Consumes frames of the coordinator and replies of the main thread; produces heartbeats and acknowledgements."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, token: str, hello: Hello
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        token: str,
+        hello: Hello,
+        abandoned_after_s: float,
     ) -> None:
         super().__init__(name="coordinator-link", daemon=True)
         self._context = context
         self._endpoint = endpoint
         self._token = token
         self._hello = hello
+        self._abandoned_after_s = abandoned_after_s
         self._heard_s = 0.0
         self._end_at_s: float | None = None
 
@@ -143,7 +151,7 @@ class _Connection(threading.Thread):
             logger.error("told to end %.0f s ago and still computing: ending the process", SHUTDOWN_GRACE_S)
             os._exit(EXIT_STUCK)
         silent_s = now_s - self._heard_s
-        if silent_s > ABANDONED_AFTER_S:
+        if silent_s > self._abandoned_after_s:
             logger.error(
                 "no word from the coordinator at %s for %.0f s (gone, wrong address or wrong token): ending",
                 self._endpoint,

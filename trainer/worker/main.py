@@ -18,7 +18,7 @@ from asyppo_async.logs import set_up_logging
 from asyppo_async.trainer.worker.control import Hello
 from asyppo_async.trainer.worker.model import silence_transformers
 from asyppo_async.trainer.worker.serve import serve
-from asyppo_async.trainer.worker.wire import read_token
+from asyppo_async.trainer.worker.wire import ABANDONED_AFTER_S, read_token
 from asyppo_async.weights.group import address_towards
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.ranks > 1:
             return _run_ranks(options.ranks, list(arguments if arguments is not None else sys.argv[1:]))
         silence_transformers()
-        serve(options.connect, read_token(options.token_file), _hello(options))
+        serve(
+            options.connect,
+            read_token(options.token_file),
+            _hello(options),
+            abandoned_after_s=options.abandoned_after_s,
+        )
     except AsyppoError as error:
         logger.error("%s", error)
         return 1
@@ -59,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=1, help="processes to start here")
     parser.add_argument("--critic", type=int, help="which critic to be; default: where one is missing")
     parser.add_argument("--host", help="address under which other ranks reach this machine")
+    parser.add_argument(
+        "--abandoned-after-s",
+        type=float,
+        default=ABANDONED_AFTER_S,
+        help="end after so many seconds without a word from the coordinator",
+    )
     parser.add_argument("--name", default="", help=argparse.SUPPRESS)
     parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)
     return parser

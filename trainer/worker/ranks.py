@@ -9,7 +9,7 @@ from asyppo_async.trainer.worker.codec import Message
 from asyppo_async.trainer.worker.control import Failure
 from asyppo_async.trainer.worker.hub import Peer, Pending
 
-_SETTLE_S = 0.5
+_SETTLE_S = 1.5
 """After the first failure, how long to collect the others: the cause often comes second (a killed rank is noticed
 after its peers have complained about the broken connection)."""
 _REPORTED: dict[str, type[WeightSyncError] | type[TrainingDiverged]] = {
@@ -34,6 +34,11 @@ class Ranks:
     @property
     def size(self) -> int:
         return len(self._peers)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Role, rank, process and host of each."""
+        return tuple(peer.label for peer in self._peers)
 
     async def ask(self, requests: Sequence[Message], deadline_s: float) -> list[Message]:
         """Send request r to rank r and wait for every answer; fewer requests than ranks leave the last ranks out.
@@ -69,9 +74,12 @@ class Ranks:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        reasons = [peer.failure for peer in self._peers if peer.failure is not None]
-        if reasons:
-            raise WorkerError("; ".join(reasons))
+        """Raise `WorkerError` with the reasons of all lost ranks, those first whose process has ended."""
+        lost = sorted(
+            (peer for peer in self._peers if peer.failure is not None), key=lambda peer: not peer.died
+        )
+        if lost:
+            raise WorkerError("; ".join(peer.failure or "" for peer in lost))
 
     def _give_up_late(self, what: str, pending: Sequence[Pending], deadline_s: float) -> None:
         for peer, request in zip(self._peers, pending, strict=False):

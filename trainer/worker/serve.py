@@ -26,14 +26,14 @@ from asyppo_async.weights.transfer import open_store
 logger = logging.getLogger(__name__)
 
 
-def serve(endpoint: str, token: str, hello: Hello) -> None:
+def serve(endpoint: str, token: str, hello: Hello, *, abandoned_after_s: float) -> None:
     """Returns when the coordinator says so.
 
     Raises:
         WorkerError: the run has no place for this worker.
         AsyppoError: as reported to the coordinator before.
     """
-    link = Link(endpoint, token, hello)
+    link = Link(endpoint, token, hello, abandoned_after_s=abandoned_after_s)
     link.start()
     try:
         rank = _take_place(link, hello)

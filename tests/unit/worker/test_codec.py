@@ -1,4 +1,4 @@
-"""Messages as frames: what arrives is what was sent, or an error; never an exception of another kind, never a pickle."""
+"""Messages as frames: what arrives is what was sent, or an error; nothing else, and never a pickle."""
 
 import json
 import math

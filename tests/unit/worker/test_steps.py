@@ -114,7 +114,7 @@ def test_measured_figures_are_those_of_the_tokens_with_weight(
     assert step.kl_proximal == pytest.approx((ratio - 1 - log_ratio).mean(), rel=1e-4)
     assert step.clip_fraction_low == pytest.approx(((advantages < 0) & (ratio < 0.8)).mean())
     assert step.clip_fraction_high == pytest.approx(((advantages > 0) & (ratio > 1.28)).mean())
-    assert 0 < step.clip_fraction_low and 0 < step.clip_fraction_high
+    assert step.clip_fraction_low > 0 and step.clip_fraction_high > 0
 
 
 @pytest.mark.parametrize(
