@@ -82,7 +82,7 @@ class Display:
 
     def result(self, words: str) -> None:
         """A line that stays."""
-        self._console.print(words)
+        self._console.print(words, soft_wrap=True)
 
     def step(self, line: StepLine) -> None:
         self._rows.append(line)

@@ -83,7 +83,8 @@ def read_material(config: TrainConfig) -> Material:
             temperature=config.sampling.temperature,
             top_p=config.sampling.top_p,
             top_k=config.sampling.top_k,
-            min_tokens=1,
+            # A least length would forbid the stop ids at first, and so sample from another distribution than the policy's.
+            min_tokens=0,
             max_tokens=config.sampling.max_tokens,
             stop_token_ids=_stop_token_ids(identity, tokenizer, config.actor.model),
         ),

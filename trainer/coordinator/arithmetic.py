@@ -73,8 +73,8 @@ def decide_tokens(
     lengths = torch.from_numpy(batch.lengths)
     critics = torch.from_numpy(values)
     mismatch = correct_mismatch(
-        torch.from_numpy(proximal_logprobs),
-        torch.from_numpy(batch.behaviour_logprobs),
+        torch.from_numpy(np.require(proximal_logprobs, requirements="W")),
+        torch.from_numpy(np.require(batch.behaviour_logprobs, requirements="W")),
         lengths,
         rule=TokenRule(
             kind=_RULES[algorithm.mismatch], low=algorithm.mismatch_low, high=algorithm.mismatch_high

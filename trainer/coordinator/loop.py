@@ -82,6 +82,8 @@ class TrainingLoop:
         self._changed = changed
         self._waits = waits
         self._lag = lag
+        self._batches: dict[int, Batch] = {}
+        """Of the step under way, and of the next one where the critics are ahead."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the run is finished or `stop` is set (noticed between two steps and while waiting)."""
@@ -114,6 +116,7 @@ class TrainingLoop:
             report = self._core.end_step(time.monotonic(), token_use(result))
             self._rollouts.forget(report.fates)
             self._changed.notify_all()
+        del self._batches[batch.step]
         self._waits.progress()
         publication = await self._publish(result, trace)
         metrics = await asyncio.to_thread(step_metrics, result, trace)
@@ -153,9 +156,11 @@ class TrainingLoop:
             await self._changed.wait()
 
     async def _build(self, chosen: Chosen) -> Batch:
+        if chosen.step in self._batches:
+            return self._batches[chosen.step]
         groups = self._rollouts.take([draw.draw for draw in chosen.draws])
         self._changed.notify_all()  # the batch left the queue: there may be room for admissions
-        return await asyncio.to_thread(
+        batch = await asyncio.to_thread(
             build_batch,
             chosen.step,
             groups,
@@ -163,6 +168,8 @@ class TrainingLoop:
             critic_data=self._config.critic.data,
             seed=self._config.run.seed,
         )
+        self._batches[chosen.step] = batch
+        return batch
 
     async def _publish(self, result: StepResult, trace: Trace) -> Publication | None:
         """Send the new weights, or only their number where no byte changed."""
