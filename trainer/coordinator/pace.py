@@ -1,5 +1,8 @@
 """Deadlines of the legs of a publication, from what they took before."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 Leg = Literal["stage", "commit", "probe"]
@@ -23,3 +26,10 @@ class Pace:
 
     def measured(self, leg: Leg, seconds: float) -> None:
         self._slowest_s[leg] = max(self._slowest_s.get(leg, 0.0), seconds)
+
+    @contextmanager
+    def timed(self, leg: Leg) -> Iterator[None]:
+        """Measure the block as this leg; one that fails says nothing about the pace."""
+        started_s = time.monotonic()
+        yield
+        self.measured(leg, time.monotonic() - started_s)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
-from asyppo_async.errors import AsyppoError, FleetError
+from asyppo_async.errors import AsyppoError, FleetError, WorkerError
 
 EXPLAIN_S = 2.0
 """How long the others may still say why, after the first of them failed."""
@@ -38,7 +38,7 @@ async def together(parts: Sequence[Coroutine[object, object, T]]) -> list[T]:
     outcomes = [task.result() for task in running if not task.cancelled()]
     failures = [outcome for outcome in outcomes if isinstance(outcome, AsyppoError)]
     if failures:
-        raise next((failure for failure in failures if isinstance(failure, FleetError)), failures[0])
+        raise min(failures, key=_distance)
     return [outcome for outcome in outcomes if not isinstance(outcome, AsyppoError)]
 
 
@@ -57,6 +57,11 @@ async def beside(
 
     await together([keep_first(), *(keep(index, other) for index, other in enumerate(others))])
     return first[0], [rest[index] for index in range(len(others))]
+
+
+def _distance(failure: AsyppoError) -> int:
+    """How far from the cause: a server's own words, what a transfer noticed, what a worker group reports."""
+    return 0 if isinstance(failure, FleetError) else 2 if isinstance(failure, WorkerError) else 1
 
 
 async def _outcome(part: Coroutine[object, object, T]) -> T | AsyppoError:

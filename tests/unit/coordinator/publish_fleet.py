@@ -141,6 +141,7 @@ class Sender:
     corrupt: bool = False
     fail: str = ""
     delay_s: float = 0.0
+    score_s: float = 0.0
     seen: list[str] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     extra: tuple[TensorSpec, ...] = ()
@@ -190,6 +191,7 @@ class Sender:
         fixed = request.temperature == 1.0
         self.seen.append("score fixed" if fixed else "score sampled")
         self.temperatures.append(request.temperature)
+        await asyncio.sleep(self.score_s)
         offset = self.offsets[0] if self.offsets else 0.0
         if not fixed and self.offsets:
             self.offsets.pop(0)

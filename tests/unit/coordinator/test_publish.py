@@ -91,7 +91,7 @@ async def test_publish_when_it_is_timed_then_every_phase_has_its_seconds(tmp_pat
     assert 0 < timings.commit_s < published.total_s
     assert 0 < timings.probe_s < published.total_s
     assert 0 < timings.score_s < published.total_s
-    assert timings.commit_s + timings.stage_s + timings.probe_s + timings.score_s <= published.total_s
+    assert timings.stage_s + timings.commit_s + timings.probe_s + timings.score_s <= published.total_s
     assert timings.pause_s + timings.load_s + timings.resume_s <= timings.commit_s
     metrics = published.metrics()
     assert metrics["weights/stage_s"] == timings.stage_s
@@ -99,12 +99,18 @@ async def test_publish_when_it_is_timed_then_every_phase_has_its_seconds(tmp_pat
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-async def test_publish_when_the_servers_load_then_the_actor_scores_beside_it(tmp_path: Path) -> None:
-    sender = Sender(write_model(tmp_path / "model"))
-    async with publishing(tmp_path, sender) as (_, _, started):
+async def test_publish_when_the_actor_scores_slowly_then_the_servers_load_and_probe_beside_it(
+    tmp_path: Path,
+) -> None:
+    sender = Sender(write_model(tmp_path / "model"), score_s=0.5)
+    async with publishing(tmp_path, sender) as (publisher, _, started):
         assert sender.seen == ["send 0", "score fixed", "score sampled"]
         engine = [what.split()[0] for what in started[0].engine.seen]
-        assert engine[:4] == ["verify", "pause", "load", "resume"]
+        assert engine[:5] == ["verify", "pause", "load", "resume", "score"]
+        assert publisher.first is not None
+        timings = publisher.first.timings
+        assert timings.commit_s + timings.probe_s < 0.5
+        assert publisher.first.total_s > 1.0  # both halves were scored
 
 
 async def test_publish_when_one_probe_fails_then_a_complete_repeat_heals_it(tmp_path: Path) -> None:
