@@ -216,16 +216,16 @@ def staleness_statistics(
         trainer_version: at the start of the step.
         valid: [T] bool; what is false is not counted.
     """
-    age = (trainer_version - versions).to(torch.int64)
+    age = (trainer_version - versions).to(torch.int32)
     counted = torch.ones_like(age, dtype=torch.bool) if valid is None else valid
     tokens = age[counted]
     if bool((tokens < 0).any()):
         raise ValueError(
             f"a token of version {int(versions[counted].max())} is newer than trainer {trainer_version}"
         )
-    exact = age.double()
-    oldest = segment_max(exact.masked_fill(~counted, -torch.inf), lengths)
-    newest = -segment_max((-exact).masked_fill(~counted, -torch.inf), lengths)
+    real = age.float()
+    oldest = segment_max(real.masked_fill(~counted, -torch.inf), lengths)
+    newest = -segment_max((-real).masked_fill(~counted, -torch.inf), lengths)
     present = torch.isfinite(oldest)
     oldest, newest = oldest[present], newest[present]
     return StalenessStatistics(

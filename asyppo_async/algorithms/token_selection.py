@@ -50,7 +50,7 @@ def select_tokens(
     counts and ties.
 
     Args:
-        scores: [T], or None to select nothing.
+        scores: [T], or None to select nothing (then `valid` is needed).
         share: in [0, 1].
         end: which end of the scores goes.
         valid: [T] bool.
@@ -60,8 +60,11 @@ def select_tokens(
         lengths: [B], for "sequence".
     """
     if scores is None:
-        nothing = torch.zeros(0 if valid is None else len(valid), dtype=torch.bool)
-        return TokenSelection(selected=nothing, count=0, degenerate=False)
+        if valid is None:
+            raise ValueError(
+                "a selection of nothing needs valid to know the number of tokens, got None for both"
+            )
+        return TokenSelection(selected=torch.zeros_like(valid), count=0, degenerate=False)
     everything = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
     chosen = scores[everything]
     if chosen.numel() == 0 or float(chosen.max() - chosen.min()) < 1e-12:

@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyppo_async.algorithms.daps import (
@@ -105,6 +105,7 @@ def test_counts_when_visited_each_batch_then_steady_number(golden):
     st.floats(0, 1),
     st.integers(0, 300),
 )
+@settings(deadline=None)
 def test_estimates_when_anything_goes_in_then_probabilities_come_out(
     value, share, trials, prior, minimum, step
 ):

@@ -188,3 +188,13 @@ def test_collapse_signs_when_a_batch_drifts_then_ess_falls_and_rejections_are_to
     wild = ratio_statistics(correction.log_ratio).effective_sample_size
     assert calm > 0.99 and wild < 0.5
     assert enough_effective_samples(calm, 0.5) and not enough_effective_samples(wild, 0.5)
+
+
+def test_reports_about_ratios_when_listed_then_each_has_a_test():
+    answered = {
+        mark.args[0]
+        for test in globals().values()
+        for mark in getattr(test, "pytestmark", [])
+        if mark.name == "report"
+    }
+    assert {"P23", "P25", "P26", "P27", "P28", "P29"} <= answered

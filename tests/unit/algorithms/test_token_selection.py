@@ -43,6 +43,8 @@ def test_selection_when_scores_differ_in_kind_then_same_count(select_by):
 def test_selection_when_none_then_nothing_and_not_degenerate():
     selection = select_tokens(choose_scores("none", value_std=STD), 0.2, "lowest", valid=STD >= 0)
     assert (selection.count, selection.degenerate, len(selection.selected)) == (0, False, 10)
+    with pytest.raises(ValueError, match="got None for both"):
+        select_tokens(None, 0.2, "lowest")
 
 
 def test_selection_when_all_scores_are_equal_then_flagged():
