@@ -22,7 +22,7 @@ from asyppo_async.trainer.worker.messages import (
     TrainResult,
 )
 from asyppo_async.trainer.worker.ranks import Ranks
-from asyppo_async.trainer.worker.sharding import cut_batch, cut_mini_batches, merge
+from asyppo_async.trainer.worker.sharding import cut_actor_train, cut_batch, cut_critic_train, merge
 from asyppo_async.weights.manifest import Manifest
 
 _REPLY_MARGIN_S = 5.0
@@ -69,23 +69,7 @@ class ActorGroup:
         Raises:
             TrainingDiverged: more steps than the budget allows were not finite.
         """
-        requests = [
-            ActorTrain(
-                sequences=shard.sequences,
-                proximal_logprobs=shard.select(request.proximal_logprobs),
-                advantages=shard.select(request.advantages),
-                policy_weights=shard.select(request.policy_weights),
-                entropy_weights=shard.select(request.entropy_weights),
-                mini_batches=mini_batches,
-                temperature=request.temperature,
-                clip_low=request.clip_low,
-                clip_high=request.clip_high,
-                entropy_coefficient=request.entropy_coefficient,
-            )
-            for shard, mini_batches in cut_mini_batches(
-                request.sequences, request.mini_batches, self._ranks.size
-            )
-        ]
+        requests = cut_actor_train(request, self._ranks.size)
         return await _train(self._ranks, requests, self._request_timeout_s)
 
     async def save(self, folder: Path) -> None:
@@ -176,19 +160,7 @@ class CriticGroup:
 
     async def train(self, request: CriticTrain) -> TrainResult:
         """All optimizer steps of one training step; raises `TrainingDiverged` as the actor."""
-        requests = [
-            CriticTrain(
-                sequences=shard.sequences,
-                targets=shard.select(request.targets),
-                weights=shard.select(request.weights),
-                old_values=shard.select(request.old_values),
-                mini_batches=mini_batches,
-                value_clip=request.value_clip,
-            )
-            for shard, mini_batches in cut_mini_batches(
-                request.sequences, request.mini_batches, self._ranks.size
-            )
-        ]
+        requests = cut_critic_train(request, self._ranks.size)
         return await _train(self._ranks, requests, self._request_timeout_s)
 
 

@@ -1,10 +1,10 @@
 """Cutting a request into one shard per rank, and putting per-token results together again. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyppo_async.trainer.worker.messages import MiniBatches
+from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain, MiniBatches
 from asyppo_async.trainer.worker.packing import Int64Array, lay_out, ranges
 from asyppo_async.types import Float32Array, Int32Array, TokenSequences
 
@@ -58,6 +58,37 @@ def cut_mini_batches(
         for rank in range(num_ranks):
             parts[rank].append(chosen[ranks == rank])
     return [_training_shard(sequences, mini_batches, steps) for steps in parts]
+
+
+def cut_actor_train(request: ActorTrain, num_ranks: int) -> list[ActorTrain]:
+    """One training request per rank."""
+    return [
+        replace(
+            request,
+            sequences=shard.sequences,
+            proximal_logprobs=shard.select(request.proximal_logprobs),
+            advantages=shard.select(request.advantages),
+            policy_weights=shard.select(request.policy_weights),
+            entropy_weights=shard.select(request.entropy_weights),
+            mini_batches=mini_batches,
+        )
+        for shard, mini_batches in cut_mini_batches(request.sequences, request.mini_batches, num_ranks)
+    ]
+
+
+def cut_critic_train(request: CriticTrain, num_ranks: int) -> list[CriticTrain]:
+    """Likewise."""
+    return [
+        replace(
+            request,
+            sequences=shard.sequences,
+            targets=shard.select(request.targets),
+            weights=shard.select(request.weights),
+            old_values=shard.select(request.old_values),
+            mini_batches=mini_batches,
+        )
+        for shard, mini_batches in cut_mini_batches(request.sequences, request.mini_batches, num_ranks)
+    ]
 
 
 def merge(shards: list[Shard], results: list[Float32Array], num_tokens: int) -> Float32Array:

@@ -96,21 +96,33 @@ class Learner(Generic[T]):
 
 
 def open_actor(
-    folder: Path, *, dtype: ComputeDtype = "float64", micro_batch_tokens: int = 4096, budget: int = 0
+    folder: Path,
+    *,
+    dtype: ComputeDtype = "float64",
+    micro_batch_tokens: int = 4096,
+    budget: int = 0,
+    world: World | None = None,
 ) -> Learner[Actor]:
+    world = world or World.alone()
     policy = load_policy(folder, dtype)
-    backend = RecordingBackend(policy.module, World.alone())
-    stepper = Stepper(backend, World.alone(), micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
+    backend = RecordingBackend(policy.module, world)
+    stepper = Stepper(backend, world, micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
     actor = Actor(policy, stepper, micro_batch_tokens=micro_batch_tokens)
     return Learner(learner=actor, backend=backend, module=policy.module)
 
 
 def open_critic(
-    folder: Path, *, dtype: ComputeDtype = "float64", micro_batch_tokens: int = 4096, budget: int = 0
+    folder: Path,
+    *,
+    dtype: ComputeDtype = "float64",
+    micro_batch_tokens: int = 4096,
+    budget: int = 0,
+    world: World | None = None,
 ) -> Learner[CriticLearner]:
+    world = world or World.alone()
     critic = load_critic(folder, dtype, seed=1)
-    backend = RecordingBackend(critic.module, World.alone())
-    stepper = Stepper(backend, World.alone(), micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
+    backend = RecordingBackend(critic.module, world)
+    stepper = Stepper(backend, world, micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
     learner = CriticLearner(critic, stepper, micro_batch_tokens=micro_batch_tokens)
     return Learner(learner=learner, backend=backend, module=critic.module)
 
