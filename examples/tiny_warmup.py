@@ -1,8 +1,9 @@
 """The supervised warm-up behind `tiny_models.py`.
 
-The teacher writes running sums and slips by one at each step with a fixed probability, so that a model that has
-learned all there is to learn from it is right in about 45 of 100 cases. What reinforcement learning finds easy is
-to sharpen what a policy does part of the time; new arithmetic it finds hard at this size.
+The teacher answers at once in nearly half of the cases, which the model cannot learn to do right, and else writes
+running sums, slipping now and then. So a model that has learned all there is to learn from it is right in 40 to 50 of
+100 cases. What reinforcement learning finds easy is to sharpen what a policy does part of the time (here: to work
+the sum out, and without a slip); new arithmetic it finds hard at this size.
 """
 
 import json
@@ -34,7 +35,8 @@ NUM_STEPS = 1000
 BATCH_SIZE = 32
 LEARNING_RATE = 3e-3
 NUM_RISING_STEPS = 20
-SLIP_PROBABILITY = 0.15
+DIRECT_PROBABILITY = 0.45
+SLIP_PROBABILITY = 0.05
 MAX_RESPONSE_TOKENS = 40
 NUM_SAMPLES = 2000
 REPORT_EVERY_STEPS = 100
@@ -134,7 +136,9 @@ def teacher_batch(task: ArithmeticTask, *, rng: random.Random) -> tuple[torch.Te
     """Token ids [B, L], padded on the right, and what each position should say next [B, L], -100 for no matter."""
     rows: list[tuple[list[int], list[int]]] = []
     for numbers in draw_questions(task, BATCH_SIZE, rng=rng, split="train"):
-        response = teacher_response(numbers, slip_probability=SLIP_PROBABILITY, rng=rng)
+        response = teacher_response(
+            numbers, direct_probability=DIRECT_PROBABILITY, slip_probability=SLIP_PROBABILITY, rng=rng
+        )
         rows.append((encode(question_text(numbers)), [*encode(response), EOS_ID]))
     length = max(len(question) + len(answer) for question, answer in rows)
     token_ids = torch.full((BATCH_SIZE, length), PAD_ID)

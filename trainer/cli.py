@@ -1,6 +1,7 @@
 """`asyppo-train`. Parses and checks first; torch and everything heavy is imported when there is something to do."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +64,9 @@ def run(
 
 def main() -> None:
     """Entry point. Exit code 2 for a wrong option, 1 for an error (one line each), 130 when interrupted."""
+    # Children are started by fork and exec while channels are open. gRPC's own fork handlers are for children that go
+    # on using it; ours do not, and the handlers race with its threads. Read when grpc is imported, so set here.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     arguments = sys.argv[1:]
     is_command = arguments and (arguments[0] in _COMMANDS or arguments[0] in ("--help", "-h"))
     if arguments and not is_command:

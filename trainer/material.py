@@ -83,7 +83,7 @@ def read_material(config: TrainConfig) -> Material:
             temperature=config.sampling.temperature,
             top_p=config.sampling.top_p,
             top_k=config.sampling.top_k,
-            # A least length would forbid the stop ids at first, and so sample from another distribution than the policy's.
+            # A least length forbids the stop ids at first: that samples from another distribution than the policy.
             min_tokens=0,
             max_tokens=config.sampling.max_tokens,
             stop_token_ids=_stop_token_ids(identity, tokenizer, config.actor.model),

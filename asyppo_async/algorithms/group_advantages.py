@@ -100,6 +100,28 @@ def reinforce_plus_plus(
     return whiten(spread(centred, lengths), valid, unbiased=unbiased, epsilon=epsilon)
 
 
+def whiten_groups(
+    advantages: Tensor,
+    lengths: Tensor,
+    group_ids: Tensor,
+    valid: Tensor | None = None,
+    *,
+    unbiased: bool = False,
+    epsilon: float = 1e-8,
+) -> Tensor:
+    """(A - mean) / sqrt(variance + epsilon) over the valid tokens of each group, [T]; 0 elsewhere.
+
+    As `advantages.whiten`, but a hard prompt does not borrow the scale of an easy one.
+    """
+    everything = torch.ones_like(advantages, dtype=torch.bool) if valid is None else valid
+    chosen = advantages[everything]
+    statistics = group_statistics(chosen, spread(group_ids, lengths)[everything])
+    freedom = (statistics.size - 1).clamp(min=1) if unbiased else statistics.size
+    variance = statistics.squared_deviations / freedom
+    whitened = (chosen.double() - statistics.mean) * torch.rsqrt(variance + epsilon)
+    return torch.zeros_like(advantages).masked_scatter_(everything, whitened.to(advantages.dtype))
+
+
 def flash_reinforce(rewards: Tensor) -> Tensor:
     """R - mean over the batch, [B]; goes with the gate `binary_kl` at 3e-3 and weight rho. (FlashREINFORCE.)"""
     exact = rewards.detach().double()

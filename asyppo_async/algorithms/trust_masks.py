@@ -94,7 +94,7 @@ def track_entropy(tracker: EntropyTracker | None, entropies: Tensor, *, rate: fl
 
     Args:
         tracker: None before the first batch.
-        entropies: one per group.
+        entropies: one per group (or per response, if all groups are of one size).
         rate: gamma (.01).
     """
     exact = entropies.detach().double()

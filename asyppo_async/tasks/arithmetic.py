@@ -1,7 +1,8 @@
 """Running sums: "3+8+5+9=" is answered by "3,11,16,25#25"; one token a character in a character vocabulary.
 
-Only the number after '#' is judged, so a response may slip on the way and is right or wrong as a whole: what a
-critic can learn is that the value falls at the slip.
+Only the number after '#' is judged, so a response may slip on the way, or leave the way out and say "#25" at once,
+which a small model seldom gets right. What there is to learn for a policy is to take the long way and not to slip;
+for a critic, that the value falls where one of the two happens.
 """
 
 import random
@@ -17,7 +18,7 @@ from asyppo_async.types import Prompt
 ALPHABET = "0123456789+=,#"
 """Every character of a question and of a well-formed response."""
 
-_RESPONSE = re.compile(r"[0-9]{1,4}(?:,[0-9]{1,4})*#([0-9]{1,4})")
+_RESPONSE = re.compile(r"(?:[0-9]{1,4}(?:,[0-9]{1,4})*)?#([0-9]{1,4})")
 _MIN_NUMBERS, _MAX_NUMBERS = 4, 7
 _QUESTIONS_PER_PROMPT = 40
 _QUESTIONS_AT_LEAST = 1000
@@ -86,14 +87,22 @@ def final_number(text: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def teacher_response(numbers: Sequence[int], *, slip_probability: float, rng: random.Random) -> str:
-    """Running sums by a teacher that slips by one with the given probability at each step, and goes on.
+def teacher_response(
+    numbers: Sequence[int], *, direct_probability: float, slip_probability: float, rng: random.Random
+) -> str:
+    """A teacher that writes the right sum at once with one probability, and else running sums.
+
+    There it slips by one with the other probability at each step, and goes on from the wrong sum.
 
     Raises:
         ValueError: no numbers, or a probability outside [0, 1].
     """
-    if not numbers or not 0.0 <= slip_probability <= 1.0:
-        raise ValueError(f"a teacher needs numbers and a probability, got {numbers} and {slip_probability}")
+    if not numbers or not 0.0 <= slip_probability <= 1.0 or not 0.0 <= direct_probability <= 1.0:
+        raise ValueError(
+            f"a teacher needs numbers and two probabilities, got {numbers}, {direct_probability}, {slip_probability}"
+        )
+    if rng.random() < direct_probability:
+        return f"#{sum(numbers)}"
     sums: list[int] = []
     running = 0
     for number in numbers:

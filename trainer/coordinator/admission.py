@@ -9,18 +9,24 @@ from asyppo_async.trainer.coordinator.sampler import Candidate, Sampler
 from asyppo_async.trainer.coordinator.staleness import token_bound
 
 
-def staleness_room(
-    *, served_version: int, num_steps_chosen: int, num_outstanding: int, batch_size: int, max_staleness: int
+def room_within(
+    most_outstanding: int,
+    *,
+    served_version: int,
+    num_steps_chosen: int,
+    num_outstanding: int,
+    batch_size: int,
 ) -> int:
-    """`(eta + v + 1) * B - held` at served version `v`: how many groups the bound lets in (may be negative).
+    """How many groups may be started at served version `v` (may be negative).
 
-    A chosen step is charged whole even if its batch was short, for the steps that are left are what the groups
-    still outstanding have to fit into. Before anything is served (`v = -1`) nothing is admitted.
+    For `most_outstanding = (eta + 1) * B` this is the bound's `(eta + v + 1) * B - held`, with `held` the groups
+    outstanding and those of chosen steps. A chosen step is charged whole even if its batch was short, for the steps
+    that are left are what the groups still outstanding have to fit into. Before anything is served (`v = -1`)
+    nothing is started.
     """
     if served_version < 0:
         return 0
-    held = num_steps_chosen * batch_size + num_outstanding
-    return (max_staleness + served_version + 1) * batch_size - held
+    return most_outstanding - (num_steps_chosen - served_version) * batch_size - num_outstanding
 
 
 class Admission:
@@ -66,17 +72,20 @@ class Admission:
         if self._retry.exhausted:
             return 0
         on_time = ledger.num_outstanding - self._num_overdue(num_steps_chosen)
-        rooms = [
-            staleness_room(
+        bound, lead = (
+            room_within(
+                most,
                 served_version=served_version,
                 num_steps_chosen=num_steps_chosen,
-                num_outstanding=ledger.num_outstanding,
+                num_outstanding=num_outstanding,
                 batch_size=settings.batch_size,
-                max_staleness=settings.max_staleness,
-            ),
-            lead_limit - on_time - ledger.num_chosen,
-            settings.max_concurrent_groups - ledger.num_in_flight,
-        ]
+            )
+            for most, num_outstanding in (
+                ((settings.max_staleness + 1) * settings.batch_size, ledger.num_outstanding),
+                (lead_limit, on_time),
+            )
+        )
+        rooms = [bound, lead, settings.max_concurrent_groups - ledger.num_in_flight]
         if settings.num_steps is not None:
             rooms.append((settings.num_steps - num_steps_chosen) * settings.batch_size - on_time)
         return max(0, min(rooms))

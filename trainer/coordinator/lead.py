@@ -11,10 +11,11 @@ TARGET_WAIT_FRACTION = 0.02
 class LeadController:
     """`lead = auto`: the fewest outstanding groups that keep the trainer's wait under 2 %.
 
-    Invariant: `B <= limit <= (eta + 1) * B`. It grows with the part of a step's time in which finished groups were
-    missing, and shrinks by part of the surplus: the finished groups left in the queue after a batch was chosen,
-    beyond a margin of an eighth of a batch. A wait for a group that is due is not cured by a longer lead (the
-    group had `eta` whole steps) and does not count.
+    Invariant: `B <= limit <= (eta + 1) * B`. It grows at once, with the part of a step's time in which finished
+    groups were missing. It shrinks slowly: after `2 * (eta + 1)` batches without any wait, by half of the surplus
+    that was left over after each of them, less a margin of an eighth of a batch. A wait for a group that is due is
+    not cured by a longer lead (the group had `eta` whole steps) and does not let it grow; but the groups that pile
+    up meanwhile are no surplus either.
     """
 
     def __init__(self, settings: DecisionSettings) -> None:
@@ -27,6 +28,8 @@ class LeadController:
         self._waiting_since_s: float | None = None
         self._short_since_s: float | None = None
         self._shortage_s = 0.0
+        self._surplus: list[int] = []
+        """After each batch since the last wait or change."""
 
     @property
     def limit(self) -> int:
@@ -51,7 +54,7 @@ class LeadController:
         self._count_shortage(now_s)
         waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
         if self._lead == "auto" and self._last_chosen_s is not None:
-            self._learn(now_s - self._last_chosen_s, num_surplus)
+            self._learn(now_s - self._last_chosen_s, waited_s, num_surplus)
         self._last_chosen_s = now_s
         self._waiting_since_s = None
         self._short_since_s = None
@@ -62,12 +65,18 @@ class LeadController:
         if self._short_since_s is not None:
             self._shortage_s += now_s - self._short_since_s
 
-    def _learn(self, interval_s: float, num_surplus: int) -> None:
-        fraction = min(1.0, self._shortage_s / max(interval_s, 1e-9))
-        margin = max(1, self._batch_size // 8)
-        change = 0
-        if fraction > TARGET_WAIT_FRACTION / 2:
-            change = ceil(self._batch_size * min(1.0, 8 * fraction))
-        elif num_surplus > margin:
-            change = -ceil((num_surplus - margin) / 4)
-        self._limit = min(self._most, max(self._batch_size, self._limit + change))
+    def _learn(self, interval_s: float, waited_s: float, num_surplus: int) -> None:
+        tolerated_s = TARGET_WAIT_FRACTION / 2 * interval_s
+        if self._shortage_s > tolerated_s:
+            fraction = min(1.0, self._shortage_s / interval_s)
+            self._change(ceil(self._batch_size * min(1.0, 8 * fraction)))
+        elif waited_s > tolerated_s:
+            self._surplus.clear()
+        else:
+            self._surplus.append(num_surplus)
+            if len(self._surplus) >= 2 * self._most // self._batch_size:
+                self._change(-max(0, min(self._surplus) - max(1, self._batch_size // 8)) // 2)
+
+    def _change(self, number: int) -> None:
+        self._surplus.clear()
+        self._limit = min(self._most, max(self._batch_size, self._limit + number))

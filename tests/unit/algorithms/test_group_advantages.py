@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyppo_async.algorithms.advantages import whiten
 from asyppo_async.algorithms.group_advantages import (
     dr_grpo,
     flash_reinforce,
@@ -14,6 +15,7 @@ from asyppo_async.algorithms.group_advantages import (
     prior_advantages,
     reinforce_plus_plus,
     rloo,
+    whiten_groups,
 )
 
 F64 = torch.float64
@@ -103,3 +105,18 @@ def test_overlong_penalty_when_length_grows_then_golden(golden, check):
     check(penalty, list(golden["dapo_overlong"].values()))
     with pytest.raises(ValueError, match="cache must lie"):
         overlong_penalty(lengths, max_length=10, cache=11)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_group_whitening_when_groups_are_interleaved_then_each_is_whitened_alone(unbiased):
+    generator = torch.Generator().manual_seed(0)
+    lengths, groups = torch.tensor([3, 2, 4, 1]), torch.tensor([9, 4, 9, 4])
+    advantages = torch.randn(10, generator=generator, dtype=F64)
+    advantages[1] = torch.nan
+    valid = torch.arange(10) != 1
+    result = whiten_groups(advantages, lengths, groups, valid, unbiased=unbiased)
+    tokens = groups[torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])]
+    for group in (4, 9):
+        members = valid & (tokens == group)
+        torch.testing.assert_close(result[members], whiten(advantages[members], unbiased=unbiased))
+    assert result[1] == 0

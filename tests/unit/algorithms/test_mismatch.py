@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from asyppo_async.algorithms.mismatch import (
     SequenceGate,
     TokenRule,
+    apply_sequence_gate,
     binary_kl,
     correct_mismatch,
     inside_band,
@@ -85,6 +86,7 @@ def test_correction_when_proximal_is_not_finite_then_only_that_token_is_rejected
     assert result.keep_tokens.tolist() == [True, False, True]
     assert result.weights.tolist() == [1.0, 0.0, 1.0]
     assert result.keep_sequences.tolist() == [True]
+    assert result.log_ratio.tolist() == [0.0, 0.0, 0.0] and result.measured.tolist() == [True, False, True]
     assert result.counts.num_non_finite == 1 and result.counts.num_rejected_tokens == 1
 
 
@@ -136,3 +138,12 @@ def test_binary_kl_when_probability_is_one_then_finite():
 def test_log_ratio_when_inputs_are_half_precision_then_float32():
     assert log_ratio(torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)).dtype == torch.float32
     assert log_ratio(torch.zeros(1, dtype=F64), torch.zeros(1)).dtype == F64
+
+
+@pytest.mark.parametrize("kind", ["max_log_ratio", "max_ratio", "token_band", "product", "geometric"])
+def test_gate_when_called_alone_with_garbage_in_unmeasured_tokens_then_not_read(kind):
+    gate = SequenceGate(kind=kind, low=0.5, high=2.0)
+    logs = torch.tensor([0.1, torch.nan, torch.inf, 3.0, 0.0])
+    measured = torch.tensor([True, False, False, True, True])
+    keep = apply_sequence_gate(logs, torch.tensor([3, 2]), gate, measured=measured)
+    assert keep.tolist() == [True, False]

@@ -109,7 +109,9 @@ def test_prompt_when_a_character_is_not_in_the_vocabulary_then_error_shows_it() 
     [
         ("3,11,16,25#25", 1.0),
         ("3,12,16,24#25", 1.0),
+        ("#25", 1.0),
         ("3,11,16,25#24", -1.0),
+        ("3,11,16,25,#25", -1.0),
         ("3,11,16,25#25#25", -1.0),
         ("3,11,16,25#025", -1.0),
         ("3,11,16,25#", -1.0),
@@ -128,14 +130,24 @@ def test_score_when_the_final_number_of_a_well_formed_response_is_right_then_is_
 
 def test_teacher_when_it_never_slips_then_writes_the_running_sums() -> None:
     assert question_text([3, 8, 5, 9]) == "3+8+5+9="
-    response = teacher_response([3, 8, 5, 9], slip_probability=0.0, rng=random.Random(0))
+    response = teacher_response(
+        [3, 8, 5, 9], direct_probability=0.0, slip_probability=0.0, rng=random.Random(0)
+    )
     assert response == "3,11,16,25#25"
+
+
+def test_teacher_when_it_answers_directly_then_writes_the_sum_alone() -> None:
+    response = teacher_response(
+        [3, 8, 5, 9], direct_probability=1.0, slip_probability=1.0, rng=random.Random(0)
+    )
+    assert response == "#25"
 
 
 def test_teacher_when_it_slips_at_each_step_with_p_then_is_right_about_as_often_as_never_slipping() -> None:
     rng = random.Random(0)
     num_right = sum(
-        final_number(teacher_response([5, 5, 5, 5], slip_probability=0.15, rng=rng)) == "20"
+        final_number(teacher_response([5, 5, 5, 5], direct_probability=0.0, slip_probability=0.15, rng=rng))
+        == "20"
         for _ in range(4000)
     )
     # 0.85^4 = 0.522 without a slip, and slips that cancel: 2 of 4 steps, opposite signs, 6 * .15^2 * .85^2 / 2 = 0.049.

@@ -231,23 +231,17 @@ def test_open_store_when_the_address_is_not_ours_then_it_says_so() -> None:
         (lambda tensors: [(tensors[0][0], torch.zeros(0)), *tensors[1:]], r"got .*q_proj.weight \[0\]"),
     ],
 )
-async def test_send_when_tensors_are_not_those_of_the_manifest_then_it_names_the_first(
+def test_send_when_tensors_are_not_those_of_the_manifest_then_it_names_the_first(
     change: Callable[[list[tuple[str, torch.Tensor]]], list[tuple[str, torch.Tensor]]], message: str
 ) -> None:
-    async with session(1, num_elements=10, num_tensors=2, bucket_bytes=MIB, deadline_s=60.0) as (
-        group,
-        manifest,
-        _,
-    ):
-        with pytest.raises(WeightSyncError, match=message):
-            await asyncio.to_thread(
-                send_tensors,
-                group,
-                manifest,
-                plan_buckets(manifest, MIB),
-                change(list(tensors_of(manifest, 0))),
-                5.0,
-            )
+    manifest = manifest_of(10, 2)
+    store, _ = open_store("127.0.0.1", 1, 10.0)
+    alone = WeightGroup.join(
+        backend="gloo", store=store, rank=0, world_size=1, epoch=1, deadline_s=10.0, host="127.0.0.1"
+    )
+    with pytest.raises(WeightSyncError, match=message):
+        send_tensors(alone, manifest, plan_buckets(manifest, MIB), change(list(tensors_of(manifest, 0))), 5.0)
+    alone.close()
 
 
 def test_receive_into_when_the_buffer_has_the_wrong_size_then_it_is_refused() -> None:
