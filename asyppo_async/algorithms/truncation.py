@@ -67,7 +67,9 @@ def episode_ends(
         if action_mask is not None:
             values, lengths = values[action_mask], segment_sum(action_mask, lengths).to(torch.int64)
         last = (segment_starts(lengths) + lengths - 1).clamp(min=0)
-        ends = torch.where(lengths > 0, values.detach()[last].to(rewards.dtype), nothing)
+        # One value behind the last keeps the index of an empty batch legal; it is never chosen.
+        padded = torch.cat([values.detach(), values.new_zeros(1)])
+        ends = torch.where(lengths > 0, padded[last].to(rewards.dtype), nothing)
     else:
         raise ValueError(f"truncated responses are 'finished', 'bootstrap' or 'egae', got {rule!r}")
     return EpisodeEnds(
