@@ -149,7 +149,8 @@ class Run:
         )
         self._waits.progress()
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(rollouts.run()), tasks.create_task(watching)]
+            losses = [group.watch() for group in (parts.actor, *parts.critics)]
+            background = [tasks.create_task(part) for part in (rollouts.run(), watching, *losses)]
             await loop.run(stop)
             for task in background:
                 task.cancel()

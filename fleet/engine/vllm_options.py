@@ -81,6 +81,7 @@ def engine_args(config: ServeConfig) -> Any:
         max_logprobs=1,
         stream_interval=config.stream_interval,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         enable_log_requests=False,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
     )

@@ -72,14 +72,7 @@ def decide_tokens(
     """
     lengths = torch.from_numpy(batch.lengths)
     critics = torch.from_numpy(values)
-    mismatch = correct_mismatch(
-        torch.from_numpy(np.require(proximal_logprobs, requirements="W")),
-        torch.from_numpy(np.require(batch.behaviour_logprobs, requirements="W")),
-        lengths,
-        rule=TokenRule(
-            kind=_RULES[algorithm.mismatch], low=algorithm.mismatch_low, high=algorithm.mismatch_high
-        ),
-    )
+    mismatch = _correct_mismatch(batch, proximal_logprobs, algorithm)
     classes = classify_tokens(
         lengths,
         stale=torch.from_numpy(stale),
@@ -236,6 +229,20 @@ def _mini_batches(
         sequence_indices=np.concatenate(parts).astype(np.int32),
         sizes=np.array([len(rows) for rows in parts], dtype=np.int32),
         denominators=np.array(denominators, dtype=np.float64),
+    )
+
+
+def _correct_mismatch(
+    batch: Batch, proximal_logprobs: Float32Array, algorithm: AlgorithmSection
+) -> MismatchCorrection:
+    # What came over a wire is read-only, which torch refuses to look at without a warning.
+    return correct_mismatch(
+        torch.from_numpy(np.require(proximal_logprobs, requirements="W")),
+        torch.from_numpy(np.require(batch.behaviour_logprobs, requirements="W")),
+        torch.from_numpy(batch.lengths),
+        rule=TokenRule(
+            kind=_RULES[algorithm.mismatch], low=algorithm.mismatch_low, high=algorithm.mismatch_high
+        ),
     )
 
 

@@ -71,6 +71,21 @@ async def test_commit_when_samples_run_then_new_tokens_are_withheld_until_the_ve
     np.testing.assert_allclose(loads, response.versions, atol=1e-4)
 
 
+async def test_commit_when_the_same_version_is_sent_again_then_it_is_on_probation_too(
+    serving, sender, draw
+) -> None:
+    async with serving(SLOW) as server, sender(server) as trainer:
+        await trainer.publish(1)
+        async with server.client.generate(draw("run", max_tokens=400), DEADLINE_S) as stream:
+            await anext(stream)
+            await trainer.commit(1, await trainer.stage(1))
+            await asyncio.sleep(0.1)
+            await server.client.verdict(1, 1, False, DEADLINE_S)
+            with pytest.raises(FleetUnavailable):
+                async for chunk in stream:
+                    assert (chunk.behaviour_logprobs > -3).all()  # of the first load
+
+
 async def test_verdict_when_failed_then_withheld_tokens_are_discarded(serving, sender, draw, until) -> None:
     async with serving(SLOW) as server, sender(server) as trainer:
         await trainer.publish(1)
