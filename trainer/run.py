@@ -149,7 +149,7 @@ class Run:
         )
         self._waits.progress()
         async with asyncio.TaskGroup() as tasks:
-            losses = [group.watch() for group in (parts.actor, *parts.critics)]
+            losses = [parts.actor.watch(), *(critic.watch() for critic in parts.critics)]
             background = [tasks.create_task(part) for part in (rollouts.run(), watching, *losses)]
             await loop.run(stop)
             for task in background:
