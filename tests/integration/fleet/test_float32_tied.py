@@ -1,0 +1,340 @@
+"""One real engine, tied embeddings in float32: sampling, versions, KV, cancellation, and a trainer that dies."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyppo_async.errors import FleetUnavailable
+from asyppo_async.rpc.calls import GenerateCall
+from asyppo_async.rpc.client import FleetClient
+from asyppo_async.types import Int32Array, Response, SamplingParams
+
+FLOOR = 1e-5
+IN_FLIGHT_TOLERANCE = 2e-5
+DEADLINE_S = 120.0
+VOCAB_SIZE = 160
+Q_PROJECTION_BYTES = 128 * 128 * 4
+
+pytestmark = pytest.mark.engine
+
+
+def call_of(run_id: str, prompt: Int32Array, num_samples: int, max_tokens: int, *stop: int) -> GenerateCall:
+    sampling = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=max_tokens, stop_token_ids=stop
+    )
+    return GenerateCall(
+        run_id=run_id,
+        incarnation=0,
+        request_id="request",
+        prompt_id="prompt",
+        prompt_token_ids=prompt,
+        num_samples=num_samples,
+        sampling=sampling,
+    )
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> Int32Array:
+    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, num_tokens, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def folder(make_model) -> Path:
+    return make_model(True, "float32")
+
+
+@pytest.fixture(scope="module")
+def server(start_server, folder: Path) -> Iterator[object]:
+    with start_server(folder, "--max-num-seqs", "18") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server) -> AsyncIterator[FleetClient]:
+    async with FleetClient(server.address) as client:
+        yield client
+
+
+def largest_gap(trainer, prompt: Int32Array, responses: tuple[Response, ...], version: int) -> float:
+    """Over the tokens of one version, between the server's log-probs and the reference's."""
+    gaps = [0.0]
+    for response in responses:
+        mine = response.versions == version
+        if mine.any():
+            theirs = trainer.reference.response_logprobs(prompt, response)
+            gaps.append(float(np.abs(theirs - response.behaviour_logprobs)[mine].max()))
+    return max(gaps)
+
+
+async def test_generation_config_when_hostile_then_has_no_effect(client, folder, open_trainer) -> None:
+    """Support, log-probs, length and stops are those of the request: the model's own file has no say."""
+    prompt = prompt_of(9)
+    async with open_trainer(client, folder, "float32", run_id="hostile") as trainer:
+        await trainer.publish(0)
+        responses = await client.collect(call_of("hostile", prompt, 16, 200), DEADLINE_S, lambda _: None)
+        assert {len(response.token_ids) for response in responses} == {200}
+        assert {response.finish_reason for response in responses} == {"length"}
+        assert len({int(token) for response in responses for token in response.token_ids}) > VOCAB_SIZE // 2
+        assert largest_gap(trainer, prompt, responses, 0) < FLOOR
+        stopped = await client.collect(call_of("hostile", prompt, 16, 900, 1, 11), DEADLINE_S, lambda _: None)
+        assert {int(response.token_ids[-1]) for response in stopped} <= {1, 11}
+        for response in stopped:
+            assert not np.isin(response.token_ids[:-1], (1, 11)).any()
+
+
+@pytest.mark.parametrize(
+    "bucket_bytes",
+    [Q_PROJECTION_BYTES // 3, Q_PROJECTION_BYTES, 2**20],
+    ids=["below-one-q", "cut-between-q-and-k", "large"],
+)
+async def test_update_when_buckets_cut_modules_then_gap_stays_at_the_floor(
+    client, folder, open_trainer, bucket_bytes: int
+) -> None:
+    async with open_trainer(
+        client, folder, "float32", run_id=f"buckets-{bucket_bytes}", bucket_bytes=bucket_bytes
+    ) as trainer:
+        for version in range(2):
+            trainer.reference.perturb(version, scale=0.05)
+            scored, sampled = await trainer.publish(version)
+            assert scored.max < FLOOR
+            assert sampled.max < FLOOR
+
+
+async def test_update_when_requests_run_then_every_token_has_its_versions_logprob(
+    client, folder, open_trainer
+) -> None:
+    """Two updates into 16 running responses: each token's log-prob is that of the weights on its span."""
+    prompt = prompt_of(40)
+    async with open_trainer(client, folder, "float32", run_id="flight") as trainer:
+        await trainer.publish(0)
+        gaps = []
+        arrived = np.zeros(16, dtype=int)
+        async with client.generate(call_of("flight", prompt, 16, 900), DEADLINE_S) as stream:
+            chunks: list[list[object]] = [[] for _ in range(16)]
+            published = 0
+            async for chunk in stream:
+                chunks[chunk.sample_index].append(chunk)
+                arrived[chunk.sample_index] += len(chunk.token_ids)
+                if published < 2 and arrived.min() >= 50 + 300 * published:
+                    published += 1
+                    before = [response_so_far(each) for each in chunks]
+                    gaps.append(largest_gap(trainer, prompt, before, published - 1))
+                    trainer.reference.perturb(published)
+                    scored, _ = await trainer.publish(published)
+                    assert scored.max < FLOOR
+        responses = tuple(response_so_far(each) for each in chunks)
+        assert {len(response.token_ids) for response in responses} == {900}
+        for response in responses:
+            assert set(response.versions.tolist()) == {0, 1, 2}
+            assert (np.diff(response.versions) >= 0).all()
+            assert (response.versions == 0).sum() >= 50
+        gaps.append(largest_gap(trainer, prompt, responses, 2))
+        assert max(gaps) < IN_FLIGHT_TOLERANCE
+
+
+def response_so_far(chunks) -> Response:
+    return Response(
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        behaviour_logprobs=np.concatenate([chunk.behaviour_logprobs for chunk in chunks]),
+        versions=np.concatenate([chunk.versions for chunk in chunks]),
+        finish_reason="length",
+    )
+
+
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+async def test_update_when_requests_wait_then_they_begin_without_old_kv(
+    client, folder, open_trainer, kv_on_update: str
+) -> None:
+    """40 samples of one prompt of three KV blocks over 16 slots: those begun after the update see nothing old."""
+    prompt = prompt_of(3 * 128 + 9)
+    async with open_trainer(client, folder, "float32", run_id=f"wait-{kv_on_update}") as trainer:
+        await trainer.publish(0)
+        num_tokens = 0
+
+        def on_tokens(number: int) -> None:
+            nonlocal num_tokens
+            num_tokens = number
+
+        async with asyncio.TaskGroup() as tasks:
+            collecting = tasks.create_task(
+                client.collect(call_of(f"wait-{kv_on_update}", prompt, 40, 120), DEADLINE_S, on_tokens)
+            )
+            while num_tokens < 16 * 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            trainer.reference.perturb(1, scale=0.05)
+            await trainer.publish(1, kv_on_update)
+        fresh = tuple(response for response in collecting.result() if set(response.versions.tolist()) == {1})
+        mixed = [response for response in collecting.result() if 0 in response.versions]
+        assert len(fresh) >= 20
+        assert mixed
+        assert largest_gap(trainer, prompt, fresh, 1) < IN_FLIGHT_TOLERANCE
+
+
+async def test_generate_when_client_leaves_then_the_engine_is_free_again(client) -> None:
+    call = call_of(*await served_run(client), prompt_of(5), 30, 1000)
+    async with client.generate(call, DEADLINE_S) as stream:
+        await anext(stream)
+        info = await client.info(DEADLINE_S)
+        assert (info.num_running_samples, info.num_queued_samples) == (16, 14)
+    async with asyncio.timeout(2):
+        while (await client.info(DEADLINE_S)).num_running_samples:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    # Were a request left in the engine, this one would share its steps and slots with it.
+    await client.collect(call_of(*await served_run(client), prompt_of(5), 16, 8), 10.0, lambda _: None)
+
+
+async def served_run(client: FleetClient) -> tuple[str]:
+    return ((await client.info(DEADLINE_S)).run_id,)
+
+
+async def test_replicas_when_the_prompt_is_the_same_then_samples_differ(client) -> None:
+    call = call_of(*await served_run(client), prompt_of(5), 16, 20)
+    responses = await client.collect(call, DEADLINE_S, lambda _: None)
+    assert len({tuple(response.token_ids.tolist()) for response in responses}) == 16
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+async def test_logprobs_when_temperature_is_not_1_then_of_the_distribution_sampled_from(
+    client, folder, open_trainer, temperature: float
+) -> None:
+    prompt = prompt_of(7)
+    call = call_of("temperature", prompt, 4, 60)
+    call = replace(call, sampling=replace(call.sampling, temperature=temperature))
+    async with open_trainer(
+        client, folder, "float32", run_id="temperature", epoch=round(temperature * 10)
+    ) as trainer:
+        await trainer.publish(0)
+        responses = await client.collect(call, DEADLINE_S, lambda _: None)
+        await client.close_session(trainer.epoch, DEADLINE_S)
+    for response in responses:
+        theirs = trainer.reference.response_logprobs(prompt, response, temperature)
+        np.testing.assert_allclose(response.behaviour_logprobs, theirs, atol=FLOOR)
+
+
+async def test_port_when_taken_then_one_line_and_exit_code_1(server, folder) -> None:
+    script = Path(sys.executable).with_name("asyppo-fleet")
+    run = await asyncio.to_thread(
+        subprocess.run,
+        [str(script), "serve", "--model", str(folder), "--port", str(server.port)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"error: cannot listen on 127.0.0.1:{server.port}: Address already in use")
+    assert run.stderr.count("\n") == 1
+
+
+DYING_TRAINER = """
+    import asyncio, sys, time
+    from pathlib import Path
+    import torch
+    from asyppo_async.rpc.calls import SessionPlace
+    from asyppo_async.rpc.client import FleetClient
+    from asyppo_async.weights.manifest import manifest_of_checkpoint
+    from asyppo_async.weights.buckets import plan_buckets
+    from asyppo_async.weights.transfer import WeightGroup, open_store, send_tensors
+
+    async def main(address, folder):
+        store, port = open_store("127.0.0.1", 2, 30)
+        manifest = manifest_of_checkpoint(Path(folder), "float32")
+        place = SessionPlace(run_id="dying", incarnation=0, epoch=1, rank=1, world_size=2, backend="gloo",
+                             store_host="127.0.0.1", store_port=port, bucket_bytes=65536, lease_s=5.0)
+        async with FleetClient(address) as client:
+            def meet():
+                return WeightGroup.join(backend="gloo", store=store, rank=0, world_size=2, epoch=1, deadline_s=30)
+            _, group = await asyncio.gather(client.open_session(place, manifest, 30), asyncio.to_thread(meet))
+            def half_of_it():
+                for index, spec in enumerate(manifest.tensors):
+                    if index == len(manifest.tensors) // 2:
+                        print("in mid-transfer", flush=True)
+                        time.sleep(60)
+                    yield spec.name, torch.zeros(spec.shape)
+            def send():
+                send_tensors(group, manifest, plan_buckets(manifest, 65536), half_of_it(), 60)
+            await asyncio.gather(client.stage(1, 5, 60), asyncio.to_thread(send))
+
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_trainer_when_killed_in_mid_transfer_then_the_old_version_serves(
+    client, server, folder, open_trainer
+) -> None:
+    async with open_trainer(client, folder, "float32", run_id="steady") as trainer:
+        await trainer.publish(2)
+        await client.close_session(1, DEADLINE_S)
+    prompt = prompt_of(12)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        textwrap.dedent(DYING_TRAINER),
+        server.address,
+        str(folder),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        async with asyncio.timeout(90):
+            assert process.stdout is not None
+            while b"in mid-transfer" not in await process.stdout.readline():
+                assert process.returncode is None
+        async with client.generate(call_of("steady", prompt, 4, 900), DEADLINE_S) as stream:
+            await anext(stream)
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            responses = [chunk async for chunk in stream]
+        assert {version for chunk in responses for version in chunk.versions.tolist()} == {2}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    info = await client.info(DEADLINE_S)
+    assert (info.state, info.run_id, info.served_version) == ("serving", "steady", 2)
+    again = await client.collect(call_of("steady", prompt, 4, 50), DEADLINE_S, lambda _: None)
+    assert largest_gap(trainer, prompt, again, 2) < FLOOR
+    async with open_trainer(client, folder, "float32", run_id="steady", epoch=2) as next_trainer:
+        scored, _ = await next_trainer.publish(3)
+        assert scored.max < FLOOR
+
+
+async def test_verdict_when_failed_then_running_requests_end_and_a_repeat_heals(
+    client, folder, open_trainer
+) -> None:
+    async with open_trainer(client, folder, "float32", run_id="verdict") as trainer:
+        await trainer.publish(0)
+        async with client.generate(call_of("verdict", prompt_of(8), 4, 1000), DEADLINE_S) as stream:
+            await anext(stream)
+            await trainer.load(1)
+            await trainer.probe(1)
+            await client.verdict(1, 1, False, DEADLINE_S)
+            with pytest.raises(FleetUnavailable, match="version 1 failed its probe"):
+                async for chunk in stream:
+                    assert set(chunk.versions.tolist()) == {0}
+        assert (await client.info(DEADLINE_S)).state == "weights_unknown"
+        scored, _ = await trainer.publish(1)
+        assert scored.max < FLOOR
+
+
+async def test_ctrl_c_when_requests_run_then_they_finish_and_the_exit_code_is_0(client, server) -> None:
+    """A terminal sends the signal to the engine's processes too. Ends this module's server, so it comes last."""
+    run_id = (await client.info(DEADLINE_S)).run_id
+    async with asyncio.TaskGroup() as tasks:
+        arrived = asyncio.Event()
+        collecting = tasks.create_task(
+            client.collect(call_of(run_id, prompt_of(5), 8, 900), DEADLINE_S, lambda _: arrived.set())
+        )
+        await arrived.wait()
+        os.killpg(server.process.pid, signal.SIGINT)
+    assert [len(response.token_ids) for response in collecting.result()] == [900] * 8
+    assert await asyncio.to_thread(server.process.wait, 30) == 0

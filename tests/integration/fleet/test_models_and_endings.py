@@ -1,0 +1,125 @@
+"""Three more engines (untied and tied, float32 and bfloat16), each updated twice and then ended in another way."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyppo_async.errors import FleetUnavailable
+from asyppo_async.rpc.calls import GenerateCall
+from asyppo_async.rpc.client import FleetClient
+from asyppo_async.types import SamplingParams
+from asyppo_async.weights.manifest import Dtype
+
+DEADLINE_S = 60.0
+FLOORS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.02}
+"""Mean gap in nats: rounding of the type, through four layers of this model, on both sides."""
+
+pytestmark = pytest.mark.engine
+
+
+def long_call(run_id: str, num_samples: int, max_tokens: int) -> GenerateCall:
+    sampling = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=max_tokens, stop_token_ids=()
+    )
+    return GenerateCall(
+        run_id=run_id,
+        incarnation=0,
+        request_id="request",
+        prompt_id="prompt",
+        prompt_token_ids=np.arange(3, 20, dtype=np.int32),
+        num_samples=num_samples,
+        sampling=sampling,
+    )
+
+
+async def check_updates(client: FleetClient, folder: Path, dtype: Dtype, open_trainer) -> None:
+    """Two updates with other weights: the gap is the type's rounding, and far from that of the weights before."""
+    async with open_trainer(client, folder, dtype, run_id="run", bucket_bytes=20_000) as trainer:
+        for version in range(2):
+            before = trainer.reference.logprobs(np.arange(3, 40, dtype=np.int32))
+            trainer.reference.perturb(version, scale=0.05)
+            after = trainer.reference.logprobs(np.arange(3, 40, dtype=np.int32))
+            scored, sampled = await trainer.publish(version)
+            assert scored.mean < FLOORS[dtype]
+            assert sampled.mean < FLOORS[dtype]
+            assert np.abs(after - before).mean() > 5 * FLOORS[dtype]
+
+
+async def left_after(pids: list[int], deadline_s: float, still_running) -> list[int]:
+    """Those of the processes that have not ended by themselves in this time."""
+    give_up_s = time.monotonic() + deadline_s
+    while (left := still_running(pids)) and time.monotonic() < give_up_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return left
+
+
+async def until_ended(running, deadline_s: float) -> int:
+    return await asyncio.to_thread(running.process.wait, deadline_s)
+
+
+async def test_untied_bfloat16_when_terminated_then_running_requests_finish_first(
+    make_model, start_server, open_trainer
+) -> None:
+    folder = make_model(False, "bfloat16")
+    with start_server(folder, "--dtype", "bfloat16", "--max-num-seqs", "8") as running:
+        async with FleetClient(running.address) as client:
+            await check_updates(client, folder, "bfloat16", open_trainer)
+            async with asyncio.TaskGroup() as tasks:
+                arrived = asyncio.Event()
+                collecting = tasks.create_task(
+                    client.collect(long_call("run", 4, 600), DEADLINE_S, lambda _: arrived.set())
+                )
+                await arrived.wait()
+                running.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.1)
+                with pytest.raises(FleetUnavailable):
+                    await client.collect(long_call("run", 1, 5), DEADLINE_S, lambda _: None)
+            assert [len(response.token_ids) for response in collecting.result()] == [600] * 4
+        assert await until_ended(running, 30) == 0
+
+
+async def test_untied_float32_when_killed_then_no_child_is_left_after_5_s(
+    make_model, start_server, open_trainer, still_running
+) -> None:
+    folder = make_model(False, "float32")
+    with start_server(folder, "--max-num-seqs", "8") as running:
+        async with FleetClient(running.address) as client:
+            await check_updates(client, folder, "float32", open_trainer)
+            async with client.generate(long_call("run", 4, 1000), DEADLINE_S) as stream:
+                await anext(stream)
+                children = running.descendants()
+                assert len(children) >= 2
+                running.process.kill()
+                with pytest.raises(FleetUnavailable):
+                    async for _ in stream:
+                        pass
+        assert await left_after(children, 5, still_running) == []
+
+
+async def test_tied_bfloat16_when_the_engine_dies_then_the_server_ends_with_its_error(
+    make_model, start_server, open_trainer, still_running
+) -> None:
+    folder = make_model(True, "bfloat16")
+    with start_server(folder, "--dtype", "bfloat16", "--max-num-seqs", "8") as running:
+        async with FleetClient(running.address) as client:
+            await check_updates(client, folder, "bfloat16", open_trainer)
+            children = running.descendants()
+            engine_core = next(pid for pid in children if _command(pid).startswith("VLLM::EngineCore"))
+            async with client.generate(long_call("run", 4, 1000), DEADLINE_S) as stream:
+                await anext(stream)
+                os.kill(engine_core, signal.SIGKILL)
+                with pytest.raises(FleetUnavailable):
+                    async for _ in stream:
+                        pass
+        assert await until_ended(running, 30) == 1
+        assert "error: vLLM's engine process died" in running.log.read_text()
+        assert await left_after(children, 5, still_running) == []
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
