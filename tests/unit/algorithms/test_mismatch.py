@@ -148,3 +148,14 @@ def test_gate_when_called_alone_with_garbage_in_unmeasured_tokens_then_not_read(
     measured = torch.tensor([True, False, False, True, True])
     keep = apply_sequence_gate(logs, torch.tensor([3, 2]), gate, measured=measured)
     assert keep.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("proximal", "behaviour"), [(0.5, 0.9), (0.9, 0.5)])
+def test_kpop_when_only_one_direction_is_below_the_bound_then_rejected(proximal, behaviour):
+    # KL(.5 || .9) = .5108, KL(.9 || .5) = .3681.
+    p, q = torch.tensor([proximal], dtype=F64).log(), torch.tensor([behaviour], dtype=F64).log()
+    for high, kept in ((0.36, False), (0.4, False), (0.52, True)):
+        result = correct_mismatch(p, q, torch.tensor([1]), rule=TokenRule(kind="kpop", high=high))
+        assert result.keep_tokens.tolist() == [kept]
+        assert result.weights.tolist() == [float(kept)]
+        assert result.counts.num_above == int(not kept)

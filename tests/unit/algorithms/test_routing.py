@@ -106,3 +106,41 @@ def test_replay_when_forward_is_of_other_positions_then_says_so():
     too_few = pytest.raises(ValueError, match="2 layers but the model 1 routers")
     with too_few, routing_replay(routers[:1], routing, normalise=True):
         model(x)
+
+
+def test_replay_when_the_model_is_transformers_own_then_its_routers_keep_the_contract():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        use_cache=False,
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    ids = torch.randint(0, 16, (1, 6))
+    own = []
+    handles = [r.register_forward_hook(lambda _, __, out: own.append(out[2])) for r in routers]
+    with torch.no_grad():
+        plain = model(ids).logits
+        for handle in handles:
+            handle.remove()
+        recorded = torch.stack(own, 1).to(torch.int16)
+        same = pack_routing([ExpertRouting(experts=recorded[:5])], [6])
+        with routing_replay(routers, same, normalise=True):
+            replayed = model(ids).logits
+        other = pack_routing([ExpertRouting(experts=(recorded[:5] + 1) % 4)], [6])
+        with routing_replay(routers, other, normalise=True):
+            changed = model(ids).logits
+    torch.testing.assert_close(replayed, plain)
+    assert float((changed - plain).abs().max()) > 1e-4
