@@ -102,15 +102,15 @@ async def test_publish_when_it_is_timed_then_every_phase_has_its_seconds(tmp_pat
 async def test_publish_when_the_actor_scores_slowly_then_the_servers_load_and_probe_beside_it(
     tmp_path: Path,
 ) -> None:
-    sender = Sender(write_model(tmp_path / "model"), score_s=0.5)
+    sender = Sender(write_model(tmp_path / "model"), score_s=1.0)
     async with publishing(tmp_path, sender) as (publisher, _, started):
         assert sender.seen == ["send 0", "score fixed", "score sampled"]
         engine = [what.split()[0] for what in started[0].engine.seen]
         assert engine[:5] == ["verify", "pause", "load", "resume", "score"]
         assert publisher.first is not None
         timings = publisher.first.timings
-        assert timings.commit_s + timings.probe_s < 0.5
-        assert publisher.first.total_s > 1.0  # both halves were scored
+        assert timings.commit_s + timings.probe_s < 1.0
+        assert publisher.first.total_s > 2.0  # both halves were scored
 
 
 async def test_publish_when_one_probe_fails_then_a_complete_repeat_heals_it(tmp_path: Path) -> None:

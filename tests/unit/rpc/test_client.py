@@ -298,3 +298,10 @@ async def test_generate_when_the_stream_is_silent_for_many_pings_then_it_lives()
         client.generate(call(), 30.0) as stream,
     ):
         assert len([tokens async for tokens in stream]) == 2
+
+
+def test_client_when_imported_then_torch_is_not() -> None:
+    program = (
+        "import sys, asyppo_async.rpc.client, asyppo_async.fingerprint; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -3,7 +3,8 @@ import json
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,30 @@ def test_send_when_tensors_are_not_those_of_the_manifest_then_it_names_the_first
     with pytest.raises(WeightSyncError, match=message):
         send_tensors(alone, manifest, plan_buckets(manifest, MIB), change(list(tensors_of(manifest, 0))), 5.0)
     alone.close()
+
+
+def test_send_when_there_are_many_tensors_then_only_two_are_alive_beside_two_buckets() -> None:
+    manifest = manifest_of(100, 300)
+    buckets = plan_buckets(manifest, 4096)
+    store, _ = open_store("127.0.0.1", 1, 10.0)
+    alone = WeightGroup.join(
+        backend="gloo", store=store, rank=0, world_size=1, epoch=1, deadline_s=10.0, host="127.0.0.1"
+    )
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for spec in manifest.tensors:
+            tensor = torch.zeros(spec.shape)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield spec.name, tensor
+
+    send_tensors(alone, manifest, buckets, gathered(), 20.0)
+    alone.close()
+    assert len(buckets) > 50
+    assert most <= 2
 
 
 def test_receive_into_when_the_buffer_has_the_wrong_size_then_it_is_refused() -> None:
