@@ -11,7 +11,7 @@ from asyppo_async.weights.probe import ProbeGap
 FLOOR_FACTOR = 10.0
 SMALLEST_BOUND = 1e-5
 """Nats; below it float32 rounding alone may fail a probe."""
-LARGEST_BOUND: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
+LARGEST_FLOOR: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
 """Nats; a first gap beyond it is no rounding: the server holds other weights, or computes something else."""
 
 
@@ -93,5 +93,7 @@ class Publication:
 
 
 def bound_from(floor: float, dtype: Dtype) -> float:
-    """The bound that the gap of the first publication sets; the floor itself fails where it is beyond reason."""
-    return min(max(FLOOR_FACTOR * floor, SMALLEST_BOUND), LARGEST_BOUND[dtype])
+    """The bound that the gap of the first publication sets; one that the floor itself fails where it is too high."""
+    if floor > LARGEST_FLOOR[dtype]:
+        return LARGEST_FLOOR[dtype]
+    return max(FLOOR_FACTOR * floor, SMALLEST_BOUND)

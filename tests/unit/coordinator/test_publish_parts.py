@@ -119,10 +119,12 @@ def test_pace_when_a_leg_was_measured_then_three_times_the_slowest_is_its_deadli
     [
         (1e-7, "float32", 1e-5),
         (5e-6, "float32", 5e-5),
-        (5e-4, "float32", 1e-3),
+        (5e-4, "float32", 5e-3),
+        (2e-3, "float32", 1e-3),
         (float("inf"), "float32", 1e-3),
         (1.4e-3, "bfloat16", 1.4e-2),
-        (0.03, "bfloat16", 0.1),
+        (0.03, "bfloat16", 0.3),
+        (0.2, "bfloat16", 0.1),
     ],
 )
 def test_bound_from_when_given_a_floor_then_it_is_ten_times_it_within_limits(
