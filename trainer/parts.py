@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 SILENT_AFTER_S = 30.0
 """A worker rank that sends no heartbeat for so long is lost."""
-_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +145,6 @@ def _open_publisher(
             num_tokens=config.weights.probe_tokens,
             seed=config.run.seed,
         ),
-        host=_HOST,
+        host=fleet.address_of_this_host(),
         version=0,
     )

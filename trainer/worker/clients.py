@@ -1,5 +1,6 @@
 """The groups as the training step sees them: one awaitable method per request."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -48,7 +49,7 @@ class ActorGroup:
 
     async def forward(self, request: ActorForward) -> ActorForwardResult:
         """Log-probs and entropies in the order of the request's tokens."""
-        shards = cut_batch(request.sequences, self._ranks.size)
+        shards = await asyncio.to_thread(cut_batch, request.sequences, self._ranks.size)
         requests = [
             ActorForward(sequences=shard.sequences, temperature=request.temperature) for shard in shards
         ]
@@ -69,12 +70,12 @@ class ActorGroup:
         Raises:
             TrainingDiverged: more steps than the budget allows were not finite.
         """
-        requests = cut_actor_train(request, self._ranks.size)
+        requests = await asyncio.to_thread(cut_actor_train, request, self._ranks.size)
         return await _train(self._ranks, requests, self._request_timeout_s)
 
     async def save(self, folder: Path) -> None:
         """Write the policy in Hugging Face format, with its tokenizer; the folder must not exist yet."""
-        requests = [Save(folder=_absolute(folder))] * self._ranks.size
+        requests = [Save(folder=_new_folder(folder))] * self._ranks.size
         await self._ranks.ask(requests, self._request_timeout_s)
 
     async def manifest(self) -> Manifest:
@@ -146,7 +147,7 @@ class CriticGroup:
 
     async def forward(self, request: CriticForward) -> CriticForwardResult:
         """Values in the order of the request's tokens."""
-        shards = cut_batch(request.sequences, self._ranks.size)
+        shards = await asyncio.to_thread(cut_batch, request.sequences, self._ranks.size)
         requests = [CriticForward(sequences=shard.sequences) for shard in shards]
         replies = await self._ranks.ask(requests, self._request_timeout_s)
         results = [expect(reply, CriticForwardResult) for reply in replies]
@@ -160,7 +161,7 @@ class CriticGroup:
 
     async def train(self, request: CriticTrain) -> TrainResult:
         """All optimizer steps of one training step; raises `TrainingDiverged` as the actor."""
-        requests = cut_critic_train(request, self._ranks.size)
+        requests = await asyncio.to_thread(cut_critic_train, request, self._ranks.size)
         return await _train(self._ranks, requests, self._request_timeout_s)
 
 
@@ -170,5 +171,7 @@ async def _train(ranks: Ranks, requests: Sequence[Message], deadline_s: float) -
     return TrainResult(steps=results[0].steps, compute_s=max(result.compute_s for result in results))
 
 
-def _absolute(folder: Path) -> str:
+def _new_folder(folder: Path) -> str:
+    if folder.exists():
+        raise ValueError(f"{folder} exists; the model is saved to a folder that does not")
     return str(folder.absolute())

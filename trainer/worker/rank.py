@@ -28,6 +28,7 @@ from asyppo_async.trainer.worker.model import copy_companions, load_critic, load
 from asyppo_async.trainer.worker.sender import Sender
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
+from asyppo_async.weights.manifest import Dtype, Manifest, manifest_of_checkpoint
 
 
 class Rank(Protocol):
@@ -46,18 +47,21 @@ class Rank(Protocol):
 
 
 class ActorRank:
-    def __init__(self, settings: WorkerSettings, world: World) -> None:
+    def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
         self._folder = Path(settings.model)
         self._rank = world.rank
         policy = load_policy(self._folder, settings.dtype)
+        policy.module.to(device)
         self._backend = open_backend(policy.module, settings, world)
         self._actor = Actor(
             policy, _stepper(self._backend, settings, world), micro_batch_tokens=settings.micro_batch_tokens
         )
+        dtype: Dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
+        _check_names(manifest_of_checkpoint(self._folder, dtype), policy.module, self._folder)
         self._sender = Sender(
             self._backend,
             self._folder,
-            dtype="bfloat16" if settings.dtype == "bfloat16" else "float32",
+            dtype=dtype,
             bucket_bytes=settings.bucket_bytes,
             rank=world.rank,
         )
@@ -99,9 +103,10 @@ class ActorRank:
 
 
 class CriticRank:
-    def __init__(self, settings: WorkerSettings, world: World) -> None:
+    def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
         folder = Path(settings.model)
         critic = load_critic(folder, settings.dtype, settings.seed)
+        critic.module.to(device)
         backend = open_backend(critic.module, settings, world)
         self._learner = CriticLearner(
             critic, _stepper(backend, settings, world), micro_batch_tokens=settings.micro_batch_tokens
@@ -122,9 +127,9 @@ class CriticRank:
         raise WorkerError(f"a critic does not answer {type(request).__name__}")
 
 
-def open_rank(settings: WorkerSettings, world: World) -> Rank:
-    """Load the model of the rank's role."""
-    return ActorRank(settings, world) if settings.role == "actor" else CriticRank(settings, world)
+def open_rank(settings: WorkerSettings, world: World, device: str) -> Rank:
+    """Load the model of the rank's role on `device`."""
+    return (ActorRank if settings.role == "actor" else CriticRank)(settings, world, device)
 
 
 def _stepper(backend: Backend, settings: WorkerSettings, world: World) -> Stepper:
@@ -141,6 +146,20 @@ def _fingerprint(folder: Path) -> str:
         return tokenizer_fingerprint(folder)
     except ConfigError:
         return ""
+
+
+def _check_names(manifest: Manifest, module: nn.Module, folder: Path) -> None:
+    """A publication names tensors as the checkpoint does, and the engine loads them so: the model must too."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    wanted = {spec.name: spec.shape for spec in manifest.tensors}
+    if shapes != wanted:
+        different = sorted(
+            name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)
+        )
+        raise ConfigError(
+            f"{len(different)} tensors of {folder} are named or shaped otherwise in the loaded model, so they cannot "
+            f"be published: {', '.join(different[:3])}"
+        )
 
 
 def _num_parameters(module: nn.Module) -> int:
