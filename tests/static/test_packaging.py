@@ -1,5 +1,6 @@
 """What is installed is what is in the tree, and the programs start fast."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -24,22 +25,19 @@ def test_package_list_names_every_package_of_the_tree() -> None:
 
 
 def test_wheel_when_installed_elsewhere_brings_every_module(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    build += ["-w", str(tmp_path), "."]
-    subprocess.run(build, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    # From a copy: setuptools leaves a build folder behind, and would take what a former build left into this wheel.
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("asyppo_async", "fleet", "trainer"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    subprocess.run(build, cwd=copy, check=True, timeout=120, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
-    unpack = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
+    unpack = [*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(unpack, cwd=tmp_path, check=True, timeout=120, capture_output=True)
     assert {entry.name for entry in site.iterdir() if entry.is_dir()} >= {"asyppo_async"}
     assert not (site / "fleet").exists() and not (site / "trainer").exists()
