@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +36,8 @@ from asyppo_async.fleet.engine.vllm_options import (
 from asyppo_async.fleet.engine.vllm_versions import VersionReader, label_text
 from asyppo_async.types import Float32Array, Int32Array, SamplingParams
 
+Result = TypeVar("Result")
+
 FIRST_LABEL = WeightsLabel(version=0, load=0)
 
 _WARM_UP_TOKENS = 8
@@ -49,23 +53,50 @@ async def open_vllm_engine(config: ServeConfig) -> AsyncIterator["VllmEngine"]:
         FleetError: vLLM did not start; the message carries its own words.
     """
     prepare_environment(config)
-    # The kernel ties a child's life to the thread that started it, so that thread must live as long as the engine.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine") as thread:
-        loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(thread, _build, config)
-        try:
-            engine = VllmEngine(await asyncio.shield(starting), config)
-        except asyncio.CancelledError:
-            _kill_children()
-            starting.add_done_callback(lambda future: future.cancelled() or future.exception())
-            raise
-        del starting  # it would keep vLLM's objects alive beyond the engine
-        try:
-            await engine.warm_up()
-            yield engine
-        finally:
-            await engine.stop_listening()
-            await asyncio.shield(loop.run_in_executor(thread, engine.shutdown))
+    thread = _EngineThread()
+    try:
+        engine = VllmEngine(await thread.run(lambda: _build(config)), config)
+    except asyncio.CancelledError:
+        _kill_children()
+        raise
+    try:
+        await engine.warm_up()
+        yield engine
+    finally:
+        await engine.stop_listening()
+        await asyncio.shield(thread.run(engine.shutdown))
+        thread.end()
+
+
+class _EngineThread:
+    """One thread that lives as long as the engine: the kernel ties a child's life to the thread that started it.
+
+    A daemon, so that a server which is told to end while vLLM starts does not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        job: Future[Result] = Future()
+        self._jobs.put((job, function))
+        return await asyncio.wrap_future(job)
+
+    def end(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, function = item
+            if not job.set_running_or_notify_cancel():
+                continue
+            try:
+                job.set_result(function())
+            except Exception as error:
+                job.set_exception(error)
+            del item, job, function  # they would keep the engine alive beyond its shutdown
 
 
 def _build(config: ServeConfig) -> Any:

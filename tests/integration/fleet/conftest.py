@@ -152,8 +152,10 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
 
 @contextlib.contextmanager
 def started(command: list[str], output: IO[bytes]) -> "Iterator[subprocess.Popen[bytes]]":
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # A process group of its own, to which a test can send what a terminal sends.
     process = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
     try:
         yield process
