@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -60,6 +62,24 @@ async def left_after(pids: list[int], deadline_s: float, still_running) -> list[
 
 async def until_ended(running, deadline_s: float) -> int:
     return await asyncio.to_thread(running.process.wait, deadline_s)
+
+
+def test_start_when_terminated_before_ready_then_it_ends_soon_and_leaves_nothing(
+    make_model, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.txt"
+    script = Path(sys.executable).with_name("asyppo-fleet")
+    command = [str(script), "serve", "--model", str(make_model(True, "float32")), "--port", "0"]
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        give_up_s = time.monotonic() + 60
+        while "starting the engine" not in log.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < give_up_s
+            time.sleep(0.05)
+        time.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert "Traceback" not in log.read_text()
 
 
 async def test_untied_bfloat16_when_terminated_then_running_requests_finish_first(

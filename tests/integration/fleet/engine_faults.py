@@ -1,14 +1,17 @@
-"""Run as a program: what a publication's probe says with and without the cure of the tied head.
+"""Run as a program: what a probe says of one engine after faults that only its worker can have.
 
-One engine, in this process. Prints one JSON line: the mean gap (nats) of the fixed sequences against transformers
-before any update, after an update whose cure is switched off in the worker, and after one with it.
+Prints one JSON line: the mean gap (nats) of fixed sequences against transformers at the start; after an update with
+the cure of the tied head switched off, and with it; after an update that was begun and aborted; and after a repeat of
+one that broke between the q and the k projection of a layer.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyppo_async.config.serve import ServeConfig
+from asyppo_async.errors import WeightSyncError
 from asyppo_async.fleet.engine.protocol import StagedWeights, WeightsLabel
 from asyppo_async.fleet.engine.vllm_engine import VllmEngine
 from asyppo_async.fleet.engine.vllm_options import engine_args, prepare_environment
@@ -33,6 +37,17 @@ class Faults:
             transfer.__dict__.pop("repack_embeddings", None)
         else:
             transfer.repack_embeddings = lambda: None
+
+    def break_load(self, num_tensors: int) -> None:
+        """The next load raises after so many tensors."""
+        model = self.weight_transfer_engine.model  # type: ignore[attr-defined]
+
+        def load_weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            del model.load_weights
+            model.load_weights(itertools.islice(tensors, num_tensors))
+            raise RuntimeError("the load broke")
+
+        model.load_weights = load_weights
 
 
 def staged(folder: Path, model: PreTrainedModel) -> StagedWeights:
@@ -65,7 +80,21 @@ async def gap(engine: VllmEngine, model: PreTrainedModel, name: str) -> float:
     return compare(np.concatenate(mine), np.concatenate(theirs)).mean
 
 
+def scale(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+async def update(engine: VllmEngine, weights: StagedWeights, load: int) -> None:
+    await engine.verify_staged(weights)
+    await engine.pause("recompute")
+    await engine.load_staged(weights, WeightsLabel(version=load, load=load))
+    await engine.resume()
+
+
 async def main(folder: Path) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     config = ServeConfig(model=folder, max_num_seqs=4, num_threads=1, max_model_len=512)
@@ -78,17 +107,34 @@ async def main(folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         gaps = {"start": await gap(engine, model, "start")}
         for load, cured in enumerate((False, True), start=1):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.1)
+            scale(model)
             await llm.collective_rpc("switch_cure", args=(cured,))
-            weights = staged(folder, model)
-            await engine.verify_staged(weights)
-            await engine.pause("recompute")
-            await engine.load_staged(weights, WeightsLabel(version=load, load=load))
-            await engine.resume()
+            await update(engine, staged(folder, model), load)
             name = "cured" if cured else "uncured"
             gaps[name] = await gap(engine, model, name)
+
+        await engine.pause("recompute")
+        await llm.start_weight_update()
+        try:
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"abort": "test"}))
+        except Exception as error:
+            assert "the update was aborted: test" in str(error), error
+        await engine.resume()
+        gaps["aborted"] = await gap(engine, model, "aborted")
+
+        scale(model)
+        weights = staged(folder, model)
+        names = [spec.name for spec in weights.manifest.tensors]
+        between = names.index("model.layers.1.self_attn.k_proj.weight") + 1
+        await llm.collective_rpc("break_load", args=(between,))
+        try:
+            await update(engine, weights, 3)
+        except WeightSyncError as error:
+            assert "the load broke" in str(error), error
+            gaps["broken"] = float("nan")
+        await engine.resume()
+        await update(engine, weights, 4)
+        gaps["repeated"] = await gap(engine, model, "repeated")
         print(json.dumps(gaps), flush=True)
     finally:
         await engine.stop_listening()
