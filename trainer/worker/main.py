@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from asyppo_async.errors import AsyppoError, ConfigError
+from asyppo_async.errors import AsyppoError, ConfigError, WeightSyncError
 from asyppo_async.logs import set_up_logging
 from asyppo_async.trainer.worker.control import Hello
 from asyppo_async.trainer.worker.model import silence_transformers
@@ -83,11 +83,15 @@ def _hello(options: argparse.Namespace) -> Hello:
     address = urlsplit(options.connect)
     if address.scheme != "tcp" or not address.hostname or not address.port:
         raise ConfigError(f"--connect must be tcp://HOST:PORT, got {options.connect}")
+    try:
+        host = options.host or address_towards(address.hostname, address.port)
+    except WeightSyncError as error:
+        raise ConfigError(f"--connect {options.connect}: there is no way to {address.hostname}") from error
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     return Hello(
         role=options.role,
         name=options.name,
-        host=options.host or address_towards(address.hostname, address.port),
+        host=host,
         pid=os.getpid(),
         devices=tuple(cuda or ["cpu"]),
         critic=options.critic,

@@ -28,7 +28,7 @@ from asyppo_async.trainer.worker.model import copy_companions, load_critic, load
 from asyppo_async.trainer.worker.sender import Sender
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.weights.manifest import Dtype, Manifest, manifest_of_checkpoint
+from asyppo_async.weights.manifest import Dtype, Manifest
 
 
 class Rank(Protocol):
@@ -57,7 +57,6 @@ class ActorRank:
             policy, _stepper(self._backend, settings, world), micro_batch_tokens=settings.micro_batch_tokens
         )
         dtype: Dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
-        _check_names(manifest_of_checkpoint(self._folder, dtype), policy.module, self._folder)
         self._sender = Sender(
             self._backend,
             self._folder,
@@ -65,6 +64,7 @@ class ActorRank:
             bucket_bytes=settings.bucket_bytes,
             rank=world.rank,
         )
+        _check_names(self._sender.manifest, policy.module, self._folder)
         self.loaded = Loaded(
             vocab_size=policy.vocab_size,
             tokenizer_fingerprint=_fingerprint(self._folder),

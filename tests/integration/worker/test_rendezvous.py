@@ -192,6 +192,14 @@ async def test_own_words_of_a_rank_that_fails_arrive_at_once(hub: Hub) -> None:
             await ranks.watch()
 
 
+async def test_rank_without_a_connection_is_an_error_at_once(hub: Hub) -> None:
+    with worker(hub, hello("actor")):
+        ranks, _ = await actor_of(hub)
+    await asyncio.to_thread(time.sleep, 0.5)  # for the end of the connection to be noticed
+    with pytest.raises(WorkerError, match=r"actor rank 0 .* cannot be reached"):
+        await ranks.ask([FORWARD], 60)
+
+
 async def test_silent_rank_is_lost_in_the_configured_time_also_with_no_request(hub: Hub) -> None:
     context = zmq.Context()
     with context.socket(zmq.DEALER) as silent:

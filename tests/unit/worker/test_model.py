@@ -131,6 +131,10 @@ def test_model_whose_logits_are_not_hidden_times_weight_is_refused(tmp_path: Pat
         load_policy(tmp_path, "float32")
 
 
+def test_bfloat16_model_is_not_taken_for_one_with_another_head(tiny_folder: Path) -> None:
+    assert load_policy(tiny_folder, "bfloat16").head_weight.dtype == torch.bfloat16
+
+
 def test_companions_are_copied_and_weights_and_what_is_there_are_not(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()

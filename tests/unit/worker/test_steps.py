@@ -10,8 +10,9 @@ from torch import nn
 
 from asyppo_async.errors import TrainingDiverged
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
+from asyppo_async.trainer.worker.messages import ActorForward
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.types import TokenSequences
+from asyppo_async.types import TokenSequences, concatenate_sequences
 from tests.unit.worker.learners import actor_request, critic_request, open_actor, open_critic
 
 
@@ -55,9 +56,8 @@ def test_step_with_entropy_weights_alone_trains_only_if_the_coefficient_is_not_z
 def test_loss_that_is_not_finite_skips_the_step_and_the_next_one_trains(
     tiny_folder: Path, sequences: TokenSequences
 ) -> None:
-    request = actor_request(sequences, [9, 9])
-    weights = np.abs(request.policy_weights) + np.float32(1)
-    advantages = request.advantages.copy()
+    advantages = actor_request(sequences, [9]).advantages
+    weights = np.ones_like(advantages)
     actor = open_actor(tiny_folder, budget=1)
     before = weights_of(actor.module)
     bad = actor_request(
@@ -100,8 +100,6 @@ def test_measured_figures_are_those_of_the_tokens_with_weight(
 ) -> None:
     request = actor_request(sequences, [9])
     actor = open_actor(tiny_folder)
-    from asyppo_async.trainer.worker.messages import ActorForward
-
     current = actor.learner.forward(ActorForward(sequences=sequences, temperature=request.temperature))
     (step,) = actor.learner.train(request).steps
     acted, explored = request.policy_weights != 0, request.entropy_weights != 0
@@ -122,8 +120,6 @@ def test_measured_figures_are_those_of_the_tokens_with_weight(
 )
 def test_value_loss_by_hand(tiny_folder: Path, value_clip: float | None, expected: float) -> None:
     """`algorithms.md` 2.8: V_old = 0; (V, G) = (.5, 1), (.5, -1), (.1, 1)."""
-    from asyppo_async.types import concatenate_sequences
-
     sequences = concatenate_sequences([([1, 2], np.array([3, 4, 5], dtype=np.int32))])
     critic = open_critic(tiny_folder)
     values = torch.tensor([0.5, 0.5, 0.1], dtype=torch.float64)
