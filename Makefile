@@ -11,7 +11,7 @@ models: setup  ## make the tiny actor and critic that the quickstart trains (cac
 	@$(PYTHON) examples/tiny_models.py --out models/tiny
 
 quickstart: models  ## train the tiny model with AsyPPO on this machine
-	@.venv/bin/asyppo-train examples/quickstart.toml
+	@scripts/quickstart
 
 test: setup  ## the test suite (under 40 minutes on two cores)
 	@$(PYTHON) -m pytest $(QUICK)

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from dataclasses import asdict
 
 from asyppo_async.config.sections import TrainConfig
@@ -86,13 +87,18 @@ class Run:
             self._config, self._material, self._folder, identity, self._display.phase
         ) as parts:
             self._core.served(0)
+            self._summary.startup_seconds = time.monotonic() - self._summary.started_s
             if parts.publisher.first is not None:
                 self._summary.publications.append(parts.publisher.first)
             evaluator = self._evaluator(parts)
             self._display.phase("evaluating before training")
             self._summary.evaluation_start = self._note(await evaluator.evaluate())
             self._display.phase("training")
-            await self._train(parts, evaluator, stop)
+            training_began_s = time.monotonic()
+            try:
+                await self._train(parts, evaluator, stop)
+            finally:
+                self._summary.training_seconds = time.monotonic() - training_began_s
             if self._core.finished:
                 self._display.phase("evaluating after training")
                 self._summary.evaluation_end = self._note(await evaluator.evaluate())

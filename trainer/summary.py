@@ -1,5 +1,6 @@
 """`summary.json`: what a run came to, added up from what its parts measured."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ class Summary:
     evaluation_start: Evaluation | None = None
     evaluation_end: Evaluation | None = None
     publications: list[Publication] = field(default_factory=list)
+    startup_seconds: float = math.nan
+    """Until the initial weights had passed their probe."""
+    training_seconds: float = math.nan
     steps: int = 0
     step_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -79,6 +83,8 @@ class Summary:
             / len(self.publications)
             if self.publications
             else None,
+            "startup_seconds": self.startup_seconds,
+            "training_seconds": self.training_seconds,
             "wall_seconds": time.monotonic() - self.started_s,
         }
 
