@@ -105,15 +105,18 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
             staged.check_unreferenced(self.model)
 
     def repack_embeddings(self) -> None:
-        """Pack the weights of embeddings and heads anew for the CPU's matrix product.
+        """Pack the weight of a tied head anew for the CPU's matrix product.
 
-        The CPU dispatch packs a weight once; the layerwise reload runs it again for the module that owns the weight,
-        but not for a head that is tied to it, which would go on with the old weights.
+        The CPU dispatch packs a weight once. The layerwise reload runs it again for the module that the weight is
+        loaded through (the embedding, which comes first), but not for others that share the weight: a tied head would
+        go on with the old one.
         """
+        owners: set[int] = set()
         for module in self.model.modules():
-            method = getattr(module, "quant_method", None)
-            if isinstance(method, UnquantizedEmbeddingMethod) and hasattr(module, "cpu_linear"):
-                method.process_weights_after_loading(module)
+            if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
+                if id(module.weight) in owners:
+                    module.quant_method.process_weights_after_loading(module)
+                owners.add(id(module.weight))
 
     def shutdown(self) -> None:
         self._staged = None
