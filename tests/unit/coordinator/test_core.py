@@ -113,6 +113,27 @@ def test_admission_when_the_run_ends_starts_no_group_that_cannot_be_trained() ->
         core.choose_batch(0.0)
 
 
+def test_admission_when_an_unfinished_group_is_past_its_due_step_does_not_count_on_it() -> None:
+    """`drop`: the straggler of version 0 cannot be in the last batch (step 2), so another group is started for it."""
+    core = core_of(on_stale="drop", num_steps=3)
+    straggler = core.admit(0.0)[0]
+    for step in range(2):
+        for record in core.live():
+            if record.draw_id != straggler.draw_id:
+                finish(core, record.draw)
+        train(core)
+        core.served(step + 1)
+        core.admit(0.0)
+    last = [record.draw_id for record in core.live() if record.draw_id != straggler.draw_id]
+    assert len(last) == 2
+    for record in core.live():
+        if record.draw_id in last:
+            finish(core, record.draw)
+    train(core)
+    assert core.finished
+    assert [(fate.draw, fate.reason) for fate in core.close(0.0)] == [(straggler, "run_ended")]
+
+
 def test_batch_when_prompts_are_used_up_is_short_and_the_run_ends() -> None:
     core = core_of(sampler=sampler_of(num_prompts=3, num_epochs=1))
     draws = core.admit(0.0)

@@ -71,6 +71,10 @@ def _audit_fates(outcome: Outcome) -> None:
         if count > 1 and not any(_ended_while_returned(outcome, *attempt))
     ]
     _require(outcome, not again, f"every attempt has exactly one fate: {again}")
+    impossible = {"older_than_admission", "rolled_back"} & {fate.reason for fate in outcome.fates}
+    _require(
+        outcome, not impossible, f"groups are admitted at a version that their servers have: {impossible}"
+    )
     trained = sorted(fate.draw.draw_id for fate in outcome.fates if fate.outcome == "trained")
     in_steps = sorted(group.draw.draw_id for step in outcome.steps for group in step.groups)
     _require(outcome, trained == in_steps, "a draw is trained in exactly one step")
