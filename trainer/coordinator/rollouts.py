@@ -91,7 +91,7 @@ class Rollouts:
     def forget(self, fates: Sequence[Fate]) -> None:
         """Let go of finished groups that the core gave back or dropped while they were queued."""
         for fate in fates:
-            if fate.outcome != "trained":
+            if fate.outcome in ("filtered", "dropped"):  # a returned draw may be queued again as a new attempt
                 self._groups.pop(fate.draw.draw_id, None)
 
     async def run(self) -> None:
