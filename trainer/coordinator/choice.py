@@ -50,13 +50,15 @@ class BatchChoice:
         """
         if step in self.chosen:
             return self.chosen[step]
+        is_ahead = step > version
+        if is_ahead:
+            self._lead.batch_ahead_wanted()
         self._return_stale(step=step, version=version, now_s=now_s)
         num_ready, num_wanted = self._ledger.num_queued, self._num_wanted
         is_short = num_ready < num_wanted or num_wanted == 0
         overtaken = None if is_short else self._overtaken(step=step)
         if is_short or overtaken is not None:
             self._retry.raise_if_hopeless(step)
-            is_ahead = step > version
             return Waiting(
                 step=step,
                 num_ready=num_ready,

@@ -11,16 +11,18 @@ TARGET_WAIT_FRACTION = 0.02
 class LeadController:
     """`lead = auto`: the fewest outstanding groups that keep the trainer's wait under 2 %.
 
-    Invariant: `B <= limit <= (eta + 1) * B`. It grows at once, with the part of a step's time in which finished
-    groups were missing. It shrinks slowly: after `2 * (eta + 1)` batches without any wait, by half of the surplus
-    that was left over after each of them, less a margin of an eighth of a batch. A wait for a group that is due is
-    not cured by a longer lead (the group had `eta` whole steps) and does not let it grow; but the groups that pile
-    up meanwhile are no surplus either.
+    Invariant: `B <= limit <= (eta + 1) * B`, and `2 * B <= limit` once a batch was wanted a step ahead.
+
+    It grows at once, with the part of a step's time in which finished groups were missing. It shrinks slowly: after
+    `2 * (eta + 1)` batches without any wait, by half of the surplus that was left over after each of them, less a
+    margin of an eighth of a batch. A wait for a group that is due is not cured by a longer lead (the group had
+    `eta` whole steps) and does not let it grow; but the groups that pile up meanwhile are no surplus either.
     """
 
     def __init__(self, settings: DecisionSettings) -> None:
         self._lead = settings.lead
         self._batch_size = settings.batch_size
+        self._least = settings.batch_size
         self._most = (settings.max_staleness + 1) * settings.batch_size
         start = self._most if settings.lead == "saturated" else min(self._most, 2 * settings.batch_size)
         self._limit = start
@@ -39,7 +41,12 @@ class LeadController:
     def restore(self, limit: int) -> None:
         """Take over what a checkpoint had learned, within the bounds of today's settings."""
         if self._lead == "auto":
-            self._limit = min(self._most, max(self._batch_size, limit))
+            self._limit = min(self._most, max(self._least, limit))
+
+    def batch_ahead_wanted(self) -> None:
+        """A step now ends only when the next one has its batch too, so two batches must fit into the lead."""
+        self._least = min(self._most, 2 * self._batch_size)
+        self._limit = max(self._least, self._limit)
 
     def waiting(self, *, shortage: bool, now_s: float) -> float:
         """The trainer asked for a batch in vain; `shortage`: too few finished groups. Seconds waited so far."""
@@ -79,4 +86,4 @@ class LeadController:
 
     def _change(self, number: int) -> None:
         self._surplus.clear()
-        self._limit = min(self._most, max(self._batch_size, self._limit + number))
+        self._limit = min(self._most, max(self._least, self._limit + number))

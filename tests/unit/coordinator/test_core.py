@@ -271,6 +271,23 @@ def test_batch_ahead_when_chosen_is_kept_for_its_step_and_uses_its_order_rule() 
     assert (waiting.step, waiting.num_ready) == (2, 1)
 
 
+def test_batch_ahead_when_a_short_lead_was_learned_without_it_finds_room() -> None:
+    """The step ends only when its critics have had the batch ahead: a lead of one batch would stop the run."""
+    settings = replace(SETTINGS, lead="auto", max_staleness=2)
+    state = replace(core_of(lead="auto", max_staleness=2).state(), lead_limit=SETTINGS.batch_size)
+    core = DecisionCore.from_state(
+        state, settings=settings, sampler=sampler_of(), restored_draw_ids=(), now_s=0.0, debug=True
+    )
+    core.served(0)
+    for draw in core.admit(0.0):
+        finish(core, draw)
+    assert chosen_ids(core.choose_batch(0.0)) == [0, 1]
+    assert isinstance(core.choose_ahead(0.0), Waiting)
+    for draw in core.admit(0.0):
+        finish(core, draw)
+    assert chosen_ids(core.choose_ahead(0.0)) == [2, 3]
+
+
 def test_batch_ahead_when_the_run_ends_with_this_step_is_none() -> None:
     core = core_of(num_steps=1)
     for draw in core.admit(0.0):

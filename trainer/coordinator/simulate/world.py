@@ -3,13 +3,15 @@
 Everything that the core is told passes through here, and here it is lost, doubled, late or killed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyppo_async.errors import Stalled
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.decisions import CoreState
 from asyppo_async.trainer.coordinator.draws import Draw, TokenUse
-from asyppo_async.trainer.coordinator.order import Chosen
+from asyppo_async.trainer.coordinator.order import Chosen, Waiting
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
 from asyppo_async.trainer.coordinator.simulate.clock import Event, VirtualClock
 from asyppo_async.trainer.coordinator.simulate.fleet import SimFleet
@@ -55,6 +57,8 @@ class World:
         self._rollouts: dict[int, _Rollout] = {}
         self._groups: dict[int, SimGroup] = {}
         self._is_training = False
+        self._unended: Callable[[], None] | None = None
+        """The end of a step whose critics still wait for the batch ahead."""
         self._is_blocked = False
         """Ended a step, and has to send its weights before the next one."""
         self._incarnation = 0
@@ -98,12 +102,9 @@ class World:
             batch = self.core.choose_batch(now_s)
             if isinstance(batch, Chosen):
                 self._train(batch)
-        elif (
-            self._is_training
-            and self._scenario.critic_ahead
-            and self.core.num_steps_chosen == self.core.version + 1
-        ):
-            self.core.choose_ahead(now_s)
+        elif self._unended is not None:
+            end, self._unended = self._unended, None
+            end()
         for draw in self.core.admit(now_s):
             self._start(draw)
 
@@ -207,6 +208,10 @@ class World:
 
     def _trained(self, batch: Chosen, began_s: float, is_skipped: bool) -> None:
         now_s = self._clock.now_s
+        if self._scenario.critic_ahead and isinstance(self.core.choose_ahead(now_s), Waiting):
+            # As in the event loop: the step ends when the critics, too, have had their batch.
+            self._unended = partial(self._trained, batch, began_s, is_skipped)
+            return
         groups = tuple(self._groups.pop(chosen.draw.draw_id) for chosen in batch.draws)
         fresh = sum(
             number
@@ -273,6 +278,7 @@ class World:
         self._outcome.num_resumes += 1
         self._incarnation += 1
         self._is_training = self._is_blocked = False
+        self._unended = None
         self.core = DecisionCore.from_state(
             CoreState.from_json(saved.core.to_json()),
             settings=self._scenario.settings,
