@@ -152,6 +152,7 @@ class TrainingLoop:
                 await self._wait_for(choice)
 
     async def _wait_for(self, waiting: Waiting) -> None:
+        self._changed.notify_all()  # asking may have given stale groups back: there may be room for admissions
         with self._waits.waiting("loop", str(waiting)):
             await self._changed.wait()
 
