@@ -9,19 +9,23 @@ A second call with the same settings and the same code finds `warmup.json` and r
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent
-SOURCES = ("tiny_models.py", "tiny_warmup.py")
+WARM_UP = EXAMPLES / "tiny_warmup.py"
+TEACHER = "asyppo_async.tasks.arithmetic"
 
 
 def fingerprint_of(seed: int) -> str:
     """Of what decides which models come out: the seed and the code of the warm-up."""
     digest = hashlib.sha256(f"seed {seed}".encode())
-    for name in SOURCES:
-        digest.update((EXAMPLES / name).read_bytes())
+    teacher = importlib.util.find_spec(TEACHER)
+    assert teacher is not None and teacher.origin is not None
+    for path in (WARM_UP, Path(teacher.origin)):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

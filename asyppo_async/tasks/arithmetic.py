@@ -1,8 +1,8 @@
 """Running sums: "3+8+5+9=" is answered by "3,11,16,25#25"; one token a character in a character vocabulary.
 
-Only the number after '#' is judged, so a response may slip on the way, or leave the way out and say "#25" at once,
-which a small model seldom gets right. What there is to learn for a policy is to take the long way and not to slip;
-for a critic, that the value falls where one of the two happens.
+Only the number after '#' is judged, so a response may slip on the way, or leave the way out and guess "#23" at once.
+What there is to learn for a policy is to take the long way and not to slip; for a critic, that the value falls where
+one of the two happens.
 """
 
 import random
@@ -17,6 +17,8 @@ from asyppo_async.types import Prompt
 
 ALPHABET = "0123456789+=,#"
 """Every character of a question and of a well-formed response."""
+
+LARGEST_GUESS_ERROR = 3
 
 _RESPONSE = re.compile(r"(?:[0-9]{1,4}(?:,[0-9]{1,4})*)?#([0-9]{1,4})")
 _MIN_NUMBERS, _MAX_NUMBERS = 4, 7
@@ -88,21 +90,22 @@ def final_number(text: str) -> str | None:
 
 
 def teacher_response(
-    numbers: Sequence[int], *, direct_probability: float, slip_probability: float, rng: random.Random
+    numbers: Sequence[int], *, guess_probability: float, slip_probability: float, rng: random.Random
 ) -> str:
-    """A teacher that writes the right sum at once with one probability, and else running sums.
+    """A teacher that guesses at once with one probability, and else writes running sums.
 
-    There it slips by one with the other probability at each step, and goes on from the wrong sum.
+    A guess is off by up to `LARGEST_GUESS_ERROR` either way. In running sums it slips by one with the other
+    probability at each step, and goes on from the wrong sum.
 
     Raises:
         ValueError: no numbers, or a probability outside [0, 1].
     """
-    if not numbers or not 0.0 <= slip_probability <= 1.0 or not 0.0 <= direct_probability <= 1.0:
+    if not numbers or not 0.0 <= slip_probability <= 1.0 or not 0.0 <= guess_probability <= 1.0:
         raise ValueError(
-            f"a teacher needs numbers and two probabilities, got {numbers}, {direct_probability}, {slip_probability}"
+            f"a teacher needs numbers and two probabilities, got {numbers}, {guess_probability}, {slip_probability}"
         )
-    if rng.random() < direct_probability:
-        return f"#{sum(numbers)}"
+    if rng.random() < guess_probability:
+        return f"#{max(0, sum(numbers) + rng.randint(-LARGEST_GUESS_ERROR, LARGEST_GUESS_ERROR))}"
     sums: list[int] = []
     running = 0
     for number in numbers:

@@ -41,6 +41,8 @@ Result = TypeVar("Result")
 FIRST_LABEL = WeightsLabel(version=0, load=0)
 
 _WARM_UP_TOKENS = 8
+_SHUTDOWN_S = 15
+"""vLLM's processes need several seconds to end on a busy machine, and are killed after this."""
 _ENDS: dict[str, EndOfSample] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
@@ -249,7 +251,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         llm, self._llm = self._llm, None
-        llm.shutdown()
+        llm.shutdown(timeout=_SHUTDOWN_S)
         del llm
         gc.collect()  # vLLM's object is part of a cycle, and its finalizer fails in an interpreter that ends
 

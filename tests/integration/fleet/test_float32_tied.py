@@ -124,7 +124,7 @@ async def test_update_when_requests_run_then_every_token_has_its_versions_logpro
             async for chunk in stream:
                 chunks[chunk.sample_index].append(chunk)
                 arrived[chunk.sample_index] += len(chunk.token_ids)
-                if published < 2 and arrived.min() >= 50 + 300 * published:
+                if published < 2 and arrived.min() >= 50 + 200 * published:
                     published += 1
                     before = [response_so_far(each) for each in chunks]
                     gaps.append(largest_gap(trainer, prompt, before, published - 1))
@@ -154,7 +154,7 @@ def response_so_far(chunks) -> Response:
 async def test_update_when_requests_wait_then_they_begin_without_old_kv(
     client, folder, open_trainer, kv_on_update: str
 ) -> None:
-    """40 samples of one prompt of three KV blocks over 16 slots: those begun after the update see nothing old."""
+    """160 samples of one prompt of three KV blocks over 16 slots: those begun after the update see nothing old."""
     prompt = prompt_of(3 * 128 + 9)
     async with open_trainer(client, folder, "float32", run_id=f"wait-{kv_on_update}") as trainer:
         await trainer.publish(0)
@@ -166,7 +166,7 @@ async def test_update_when_requests_wait_then_they_begin_without_old_kv(
 
         async with asyncio.TaskGroup() as tasks:
             collecting = tasks.create_task(
-                client.collect(call_of(f"wait-{kv_on_update}", prompt, 40, 120), DEADLINE_S, on_tokens)
+                client.collect(call_of(f"wait-{kv_on_update}", prompt, 160, 120), DEADLINE_S, on_tokens)
             )
             while num_tokens < 16 * 20:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)

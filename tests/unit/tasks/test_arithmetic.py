@@ -131,22 +131,26 @@ def test_score_when_the_final_number_of_a_well_formed_response_is_right_then_is_
 def test_teacher_when_it_never_slips_then_writes_the_running_sums() -> None:
     assert question_text([3, 8, 5, 9]) == "3+8+5+9="
     response = teacher_response(
-        [3, 8, 5, 9], direct_probability=0.0, slip_probability=0.0, rng=random.Random(0)
+        [3, 8, 5, 9], guess_probability=0.0, slip_probability=0.0, rng=random.Random(0)
     )
     assert response == "3,11,16,25#25"
 
 
-def test_teacher_when_it_answers_directly_then_writes_the_sum_alone() -> None:
-    response = teacher_response(
-        [3, 8, 5, 9], direct_probability=1.0, slip_probability=1.0, rng=random.Random(0)
-    )
-    assert response == "#25"
+def test_teacher_when_it_guesses_then_is_off_by_up_to_three_and_right_one_time_in_seven() -> None:
+    rng = random.Random(0)
+    guesses = [
+        teacher_response([3, 8, 5, 9], guess_probability=1.0, slip_probability=1.0, rng=rng)
+        for _ in range(2000)
+    ]
+    assert set(guesses) == {f"#{number}" for number in range(22, 29)}
+    # Standard error 0.008.
+    assert abs(guesses.count("#25") / 2000 - 1 / 7) < 0.03
 
 
 def test_teacher_when_it_slips_at_each_step_with_p_then_is_right_about_as_often_as_never_slipping() -> None:
     rng = random.Random(0)
     num_right = sum(
-        final_number(teacher_response([5, 5, 5, 5], direct_probability=0.0, slip_probability=0.15, rng=rng))
+        final_number(teacher_response([5, 5, 5, 5], guess_probability=0.0, slip_probability=0.15, rng=rng))
         == "20"
         for _ in range(4000)
     )
