@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyppo_async.config.sections import ActorSection, CriticSection
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
@@ -13,6 +14,12 @@ from asyppo_async.types import TokenSequences
 from tests.unit.worker.learners import random_sequences, write_model
 
 TIMES = GroupTimes(join_timeout_s=60, request_timeout_s=30, silent_after_s=8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny tensors gain nothing from a second thread, and on a busy machine they wait for it."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

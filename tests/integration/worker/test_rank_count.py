@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyppo_async.trainer.worker.processes import environment_of_rank
 from asyppo_async.types import TokenSequences
 from tests.integration.worker.rank_program import SIZES
 from tests.unit.worker.learners import (
@@ -23,7 +24,10 @@ ROOT = Path(__file__).parents[3]
 
 def start(rank: int, num_ranks: int, port: int, folder: Path, output: Path) -> "subprocess.Popen[str]":
     arguments = [str(rank), str(num_ranks), str(port), str(folder), str(output)]
-    return subprocess.Popen([*PROGRAM, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    environment = environment_of_rank(num_threads=1)
+    return subprocess.Popen(
+        [*PROGRAM, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2])

@@ -3,9 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyppo_async.types import TokenSequences
 from tests.unit.worker.learners import random_sequences, write_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny tensors gain nothing from a second thread, and on a busy machine they wait for it."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
