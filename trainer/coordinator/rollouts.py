@@ -91,7 +91,8 @@ class Rollouts:
     def forget(self, fates: Sequence[Fate]) -> None:
         """Let go of finished groups that the core gave back or dropped while they were queued."""
         for fate in fates:
-            if fate.outcome in ("filtered", "dropped"):  # a returned draw may be queued again as a new attempt
+            # Not for `returned`: a new attempt of that draw may be queued by now.
+            if fate.outcome in ("filtered", "dropped"):
                 self._groups.pop(fate.draw.draw_id, None)
 
     async def run(self) -> None:
