@@ -1,5 +1,7 @@
 # The commands of this project. Everything runs on a CPU; nothing needs a compiler or a model hub.
 PYTHON := .venv/bin/python
+# OpenMP threads that spin while they wait take the cores from the processes beside them.
+export OMP_WAIT_POLICY ?= PASSIVE
 QUICK := -m "not long and not gpu"
 
 .PHONY: setup models quickstart test test-long check stubs tree example-smollm2 clean

@@ -67,6 +67,9 @@ def main() -> None:
     # Children are started by fork and exec while channels are open. gRPC's own fork handlers are for children that go
     # on using it; ours do not, and the handlers race with its threads. Read when grpc is imported, so set here.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    # Groups, fleet and coordinator may share the cores of one machine, and OpenMP threads that spin while they wait
+    # take them from each other: a training step was ten times slower. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:]
     is_command = arguments and (arguments[0] in _COMMANDS or arguments[0] in ("--help", "-h"))
     if arguments and not is_command:
