@@ -23,7 +23,8 @@ from asyppo_async.trainer.worker.messages import (
 )
 from tests.unit.coordinator.worked_batch import VALUES, worked_groups
 
-PHASE_S = 0.03
+PHASE_S = 0.2
+"""Long against the hop to a thread, so that what is started together overlaps on a busy machine too."""
 
 
 def update() -> TrainResult:
