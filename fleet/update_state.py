@@ -63,9 +63,12 @@ class UpdateState:
 
     @property
     def salt(self) -> str:
-        """KV may be shared between requests that start under one load of weights, and no others."""
-        current = self.candidate or self.served
-        return f"load-{current.load if current else -1}"
+        """KV may be shared between requests that start under one load of weights, and no others.
+
+        While a commit is under way the old weights still compute, until nothing is handed over any more.
+        """
+        loaded = self.candidate if self.phase is Phase.PROBATION else self.served
+        return f"load-{loaded.load}" if loaded is not None else "none"
 
     def check_generate(self, identity: RunIdentity) -> None:
         """Raise where a request of this run cannot be served by what is here or on its way."""

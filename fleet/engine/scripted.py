@@ -38,6 +38,7 @@ class Script:
     tokens_per_delta: int = 4
     delta_delay_s: float = 0.0
     """Time that each delta takes."""
+    verify_s: float = 0.0
     load_s: float = 0.0
 
 
@@ -113,6 +114,7 @@ class ScriptedEngine:
 
     async def verify_staged(self, staged: StagedWeights) -> None:
         self._visit("verify", "verify")
+        await asyncio.sleep(self._script.verify_s)
         data = await asyncio.to_thread(
             Path(f"/proc/{staged.process_id}/fd/{staged.file_descriptor}").read_bytes
         )

@@ -221,8 +221,8 @@ class Trainer:
     epoch: int
     bucket_bytes: int
 
-    async def load(self, version: int, kv_on_update: KvOnUpdate = "recompute") -> CommitReport:
-        """Stage and commit the reference's weights."""
+    async def stage(self, version: int) -> tuple[int, ...]:
+        """Send the reference's weights; returns their checksums."""
         manifest = manifest_of_checkpoint(self.folder, self.dtype)
         state = self.reference.model.state_dict()
         tensors = [(spec.name, state[spec.name]) for spec in manifest.tensors]
@@ -232,9 +232,12 @@ class Trainer:
                 asyncio.to_thread(send_tensors, self.group, manifest, buckets, tensors, DEADLINE_S)
             )
             tasks.create_task(self.client.stage(self.epoch, version, DEADLINE_S))
-        return await self.client.commit(
-            self.epoch, version, sending.result().checksums, kv_on_update, DEADLINE_S
-        )
+        return sending.result().checksums
+
+    async def commit(
+        self, version: int, checksums: tuple[int, ...], kv_on_update: KvOnUpdate = "recompute"
+    ) -> CommitReport:
+        return await self.client.commit(self.epoch, version, checksums, kv_on_update, DEADLINE_S)
 
     async def probe(self, version: int) -> tuple[ProbeGap, ProbeGap]:
         """Gaps of the fixed sequences and of the sampled continuations."""
@@ -259,7 +262,7 @@ class Trainer:
     async def publish(
         self, version: int, kv_on_update: KvOnUpdate = "recompute"
     ) -> tuple[ProbeGap, ProbeGap]:
-        await self.load(version, kv_on_update)
+        await self.commit(version, await self.stage(version), kv_on_update)
         gaps = await self.probe(version)
         await self.client.verdict(self.epoch, version, True, DEADLINE_S)
         return gaps
@@ -315,3 +318,8 @@ def open_trainer() -> OpenTrainer:
 @pytest.fixture(scope="session")
 def still_running() -> Callable[[list[int]], list[int]]:
     return lambda pids: [pid for pid in pids if is_running(pid)]
+
+
+@pytest.fixture(scope="session")
+def make_reference() -> Callable[[Path, Dtype], Reference]:
+    return Reference

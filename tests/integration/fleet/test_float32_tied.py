@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from asyppo_async.errors import FleetUnavailable
+from asyppo_async.rpc import codec
 from asyppo_async.rpc.calls import GenerateCall
 from asyppo_async.rpc.client import FleetClient
+from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.types import Int32Array, Response, SamplingParams
 
 FLOOR = 1e-5
@@ -64,14 +66,14 @@ async def client(server) -> AsyncIterator[FleetClient]:
         yield client
 
 
-def largest_gap(trainer, prompt: Int32Array, responses: tuple[Response, ...], version: int) -> float:
+def largest_gap(reference, prompt: Int32Array, responses: Sequence[Response], version: int) -> float:
     """Over the tokens of one version, between the server's log-probs and the reference's."""
-    gaps = [0.0]
+    gaps = []
     for response in responses:
         mine = response.versions == version
-        if mine.any():
-            theirs = trainer.reference.response_logprobs(prompt, response)
-            gaps.append(float(np.abs(theirs - response.behaviour_logprobs)[mine].max()))
+        theirs = reference.response_logprobs(prompt, response)
+        gaps.extend(np.abs(theirs - response.behaviour_logprobs)[mine].tolist())
+    assert gaps, f"no token of version {version}"
     return max(gaps)
 
 
@@ -84,7 +86,7 @@ async def test_generation_config_when_hostile_then_has_no_effect(client, folder,
         assert {len(response.token_ids) for response in responses} == {200}
         assert {response.finish_reason for response in responses} == {"length"}
         assert len({int(token) for response in responses for token in response.token_ids}) > VOCAB_SIZE // 2
-        assert largest_gap(trainer, prompt, responses, 0) < FLOOR
+        assert largest_gap(trainer.reference, prompt, responses, 0) < FLOOR
         stopped = await client.collect(call_of("hostile", prompt, 16, 900, 1, 11), DEADLINE_S, lambda _: None)
         assert {int(response.token_ids[-1]) for response in stopped} <= {1, 11}
         for response in stopped:
@@ -110,73 +112,66 @@ async def test_update_when_buckets_cut_modules_then_gap_stays_at_the_floor(
 
 
 async def test_update_when_requests_run_then_every_token_has_its_versions_logprob(
-    client, folder, open_trainer
+    client, folder, open_trainer, make_reference
 ) -> None:
-    """Two updates into 16 running responses: each token's log-prob is that of the weights on its span."""
+    """16 running responses, at least 50 tokens of each arrived: log-probs are those of the weights on each span."""
     prompt = prompt_of(40)
     async with open_trainer(client, folder, "float32", run_id="flight") as trainer:
         await trainer.publish(0)
-        gaps = []
+        old, new = trainer.reference, make_reference(folder, "float32")
+        new.perturb(1)
+        trainer.reference = new
+        checksums = await trainer.stage(1)
         arrived = np.zeros(16, dtype=int)
+        chunks: list[list[SampleTokens]] = [[] for _ in range(16)]
         async with client.generate(call_of("flight", prompt, 16, 900), DEADLINE_S) as stream:
-            chunks: list[list[object]] = [[] for _ in range(16)]
-            published = 0
             async for chunk in stream:
                 chunks[chunk.sample_index].append(chunk)
                 arrived[chunk.sample_index] += len(chunk.token_ids)
-                if published < 2 and arrived.min() >= 50 + 200 * published:
-                    published += 1
-                    before = [response_so_far(each) for each in chunks]
-                    gaps.append(largest_gap(trainer, prompt, before, published - 1))
-                    trainer.reference.perturb(published)
-                    scored, _ = await trainer.publish(published)
-                    assert scored.max < FLOOR
-        responses = tuple(response_so_far(each) for each in chunks)
-        assert {len(response.token_ids) for response in responses} == {900}
-        for response in responses:
-            assert set(response.versions.tolist()) == {0, 1, 2}
-            assert (np.diff(response.versions) >= 0).all()
-            assert (response.versions == 0).sum() >= 50
-        gaps.append(largest_gap(trainer, prompt, responses, 2))
-        assert max(gaps) < IN_FLIGHT_TOLERANCE
-
-
-def response_so_far(chunks) -> Response:
-    return Response(
-        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
-        behaviour_logprobs=np.concatenate([chunk.behaviour_logprobs for chunk in chunks]),
-        versions=np.concatenate([chunk.versions for chunk in chunks]),
-        finish_reason="length",
-    )
+                if checksums and arrived.min() >= 50:
+                    await trainer.commit(1, checksums)
+                    checksums = ()
+                    scored, sampled = await trainer.probe(1)
+                    await client.verdict(1, 1, True, DEADLINE_S)
+        assert max(scored.max, sampled.max) < FLOOR
+    responses = [codec.response_of(each) for each in chunks]
+    for response in responses:
+        assert len(response.token_ids) == 900
+        assert set(response.versions.tolist()) == {0, 1}
+        assert (response.versions == 0).sum() >= 50
+    assert largest_gap(old, prompt, responses, 0) < IN_FLIGHT_TOLERANCE
+    assert largest_gap(new, prompt, responses, 1) < IN_FLIGHT_TOLERANCE
+    assert largest_gap(old, prompt, responses, 1) > 0.1  # the update did change the weights
 
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 async def test_update_when_requests_wait_then_they_begin_without_old_kv(
     client, folder, open_trainer, kv_on_update: str
 ) -> None:
-    """160 samples of one prompt of three KV blocks over 16 slots: those begun after the update see nothing old."""
+    """A prompt of three KV blocks, known to the old weights: samples that waited for the update see nothing old."""
     prompt = prompt_of(3 * 128 + 9)
-    async with open_trainer(client, folder, "float32", run_id=f"wait-{kv_on_update}") as trainer:
+    run_id = f"wait-{kv_on_update}"
+    async with open_trainer(client, folder, "float32", run_id=run_id) as trainer:
         await trainer.publish(0)
-        num_tokens = 0
-
-        def on_tokens(number: int) -> None:
-            nonlocal num_tokens
-            num_tokens = number
-
+        await client.collect(call_of(run_id, prompt, 4, 8), DEADLINE_S, lambda _: None)
+        trainer.reference.perturb(1, scale=0.05)
+        checksums = await trainer.stage(1)
         async with asyncio.TaskGroup() as tasks:
-            collecting = tasks.create_task(
-                client.collect(call_of(f"wait-{kv_on_update}", prompt, 160, 120), DEADLINE_S, on_tokens)
+            running = tasks.create_task(
+                client.collect(call_of(run_id, prompt, 12, 500), DEADLINE_S, lambda _: None)
             )
-            while num_tokens < 16 * 20:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            trainer.reference.perturb(1, scale=0.05)
-            await trainer.publish(1, kv_on_update)
-        fresh = tuple(response for response in collecting.result() if set(response.versions.tolist()) == {1})
-        mixed = [response for response in collecting.result() if 0 in response.versions]
-        assert len(fresh) >= 20
-        assert mixed
-        assert largest_gap(trainer, prompt, fresh, 1) < IN_FLIGHT_TOLERANCE
+            await trainer.commit(1, checksums, kv_on_update)
+            waiting = tasks.create_task(
+                client.collect(call_of(run_id, prompt, 20, 40), DEADLINE_S, lambda _: None)
+            )
+            while (await client.info(DEADLINE_S)).num_queued_samples < 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await trainer.probe(1)
+            await client.verdict(1, 1, True, DEADLINE_S)
+    assert {version for response in waiting.result() for version in response.versions.tolist()} == {1}
+    assert largest_gap(trainer.reference, prompt, waiting.result(), 1) < IN_FLIGHT_TOLERANCE
+    for response in running.result():
+        assert (np.diff(response.versions) >= 0).all()
 
 
 async def test_generate_when_client_leaves_then_the_engine_is_free_again(client) -> None:
@@ -302,7 +297,7 @@ async def test_trainer_when_killed_in_mid_transfer_then_the_old_version_serves(
     info = await client.info(DEADLINE_S)
     assert (info.state, info.run_id, info.served_version) == ("serving", "steady", 2)
     again = await client.collect(call_of("steady", prompt, 4, 50), DEADLINE_S, lambda _: None)
-    assert largest_gap(trainer, prompt, again, 2) < FLOOR
+    assert largest_gap(trainer.reference, prompt, again, 2) < FLOOR
     async with open_trainer(client, folder, "float32", run_id="steady", epoch=2) as next_trainer:
         scored, _ = await next_trainer.publish(3)
         assert scored.max < FLOOR
@@ -313,9 +308,10 @@ async def test_verdict_when_failed_then_running_requests_end_and_a_repeat_heals(
 ) -> None:
     async with open_trainer(client, folder, "float32", run_id="verdict") as trainer:
         await trainer.publish(0)
+        checksums = await trainer.stage(1)
         async with client.generate(call_of("verdict", prompt_of(8), 4, 1000), DEADLINE_S) as stream:
             await anext(stream)
-            await trainer.load(1)
+            await trainer.commit(1, checksums)
             await trainer.probe(1)
             await client.verdict(1, 1, False, DEADLINE_S)
             with pytest.raises(FleetUnavailable, match="version 1 failed its probe"):

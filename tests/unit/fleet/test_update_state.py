@@ -182,6 +182,8 @@ def test_salt_when_one_version_is_loaded_twice_then_differs() -> None:
     state.stage_begins(1, 5)
     state.stage_ends(5)
     state.commit_begins(1, 5)
+    assert state.salt == first  # the old weights still compute
+    state.commit_ends()
     assert state.salt != first
 
 

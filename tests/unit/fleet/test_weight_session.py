@@ -11,7 +11,7 @@ from asyppo_async.rpc.calls import SessionPlace
 from asyppo_async.weights.manifest import Manifest, TensorSpec
 
 DEADLINE_S = 20.0
-SLOW = Script(delta_delay_s=0.01)
+SLOW = Script(delta_delay_s=0.02)
 
 
 async def state_of(server) -> tuple[str, str, int]:
@@ -45,6 +45,7 @@ async def test_commit_when_samples_run_then_new_tokens_are_withheld_until_the_ve
 ) -> None:
     async with serving(SLOW) as server, sender(server) as trainer:
         await trainer.publish(1)
+        report = await trainer.stage(2)
         num_seen = 0
 
         def on_tokens(number: int) -> None:
@@ -56,7 +57,7 @@ async def test_commit_when_samples_run_then_new_tokens_are_withheld_until_the_ve
                 server.client.collect(draw("run", max_tokens=300), DEADLINE_S, on_tokens)
             )
             await until(lambda: num_seen >= 20)
-            await trainer.commit(2, await trainer.stage(2))
+            await trainer.commit(2, report)
             await asyncio.sleep(0.05)
             num_released = num_seen
             await trainer.probe(2)
@@ -76,9 +77,10 @@ async def test_commit_when_the_same_version_is_sent_again_then_it_is_on_probatio
 ) -> None:
     async with serving(SLOW) as server, sender(server) as trainer:
         await trainer.publish(1)
+        report = await trainer.stage(1)
         async with server.client.generate(draw("run", max_tokens=400), DEADLINE_S) as stream:
             await anext(stream)
-            await trainer.commit(1, await trainer.stage(1))
+            await trainer.commit(1, report)
             await asyncio.sleep(0.1)
             await server.client.verdict(1, 1, False, DEADLINE_S)
             with pytest.raises(FleetUnavailable):
@@ -89,9 +91,10 @@ async def test_commit_when_the_same_version_is_sent_again_then_it_is_on_probatio
 async def test_verdict_when_failed_then_withheld_tokens_are_discarded(serving, sender, draw, until) -> None:
     async with serving(SLOW) as server, sender(server) as trainer:
         await trainer.publish(1)
+        report = await trainer.stage(2)
         async with server.client.generate(draw("run", max_tokens=400), DEADLINE_S) as stream:
             await anext(stream)
-            await trainer.commit(2, await trainer.stage(2))
+            await trainer.commit(2, report)
             await asyncio.sleep(0.1)
             await server.client.verdict(1, 2, False, DEADLINE_S)
             versions = set()
@@ -130,6 +133,23 @@ async def test_commit_when_a_sample_has_not_begun_then_it_begins_under_the_new_w
         assert set(response.versions.tolist()) == {2}
 
 
+async def test_commit_when_a_sample_begins_before_the_load_then_it_has_the_salt_of_the_old_weights(
+    serving, sender, draw, until
+) -> None:
+    """Or its KV, made by the old weights, would be found by those that begin under the new ones."""
+    async with serving(Script(verify_s=0.3)) as server, sender(server) as trainer:
+        await trainer.publish(1)
+        report = await trainer.stage(2)
+        num_seen = len(server.engine.seen)
+        async with asyncio.TaskGroup() as tasks:
+            committing = tasks.create_task(trainer.commit(2, report))
+            await until(lambda: "verify" in server.engine.seen[num_seen:])
+            await server.client.collect(draw("run", max_tokens=4), DEADLINE_S, lambda _: None)
+            assert not committing.done()
+        handed_over = [line for line in server.engine.seen[num_seen:] if line.startswith("generate sample")]
+        assert [line.split()[2] for line in handed_over] == ["load-1"]
+
+
 @pytest.mark.parametrize("kind", ["wire", "verify"])
 async def test_commit_when_bytes_are_wrong_then_old_version_serves(serving, sender, draw, kind: str) -> None:
     async with serving() as server, sender(server) as trainer:
@@ -155,9 +175,9 @@ async def test_commit_when_the_engine_fails_then_weights_unknown_until_repeated(
 ) -> None:
     async with serving(SLOW) as server, sender(server) as trainer:
         await trainer.publish(1)
+        report = await trainer.stage(2)
         async with server.client.generate(draw("run", max_tokens=400), DEADLINE_S) as stream:
             await anext(stream)
-            report = await trainer.stage(2)
             server.engine.faults[point] = "no memory left"
             with pytest.raises(FleetUnavailable, match=r"no memory left.*weights unknown"):
                 await trainer.commit(2, report)
@@ -207,13 +227,13 @@ async def test_stage_when_the_sender_is_silent_then_the_deadline_ends_it(serving
 async def test_lease_when_the_trainer_is_silent_then_the_update_is_reset(
     serving, sender, draw, committed: bool, expected: str
 ) -> None:
-    async with serving(SLOW) as server, sender(server, lease_s=0.3) as trainer:
+    async with serving(Script(delta_delay_s=0.05)) as server, sender(server, lease_s=1.0) as trainer:
         async with server.client.generate(draw(max_tokens=400), DEADLINE_S) as stream:
             await anext(stream)
             report = await trainer.stage(1)
             if committed:
                 await trainer.commit(1, report)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.6)
             assert (await state_of(server))[0] == expected
             if not committed:
                 await anext(stream)
@@ -222,10 +242,10 @@ async def test_lease_when_the_trainer_is_silent_then_the_update_is_reset(
 
 
 async def test_lease_when_a_call_is_under_way_then_it_does_not_end(serving, sender) -> None:
-    async with serving() as server, sender(server, lease_s=0.3) as trainer:
+    async with serving() as server, sender(server, lease_s=1.0) as trainer:
         report = await trainer.stage(1)
         for _ in range(4):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.4)
             with pytest.raises(FleetMismatch):
                 await server.client.commit(1, 9, report.checksums, "keep", DEADLINE_S)
         await trainer.commit(1, report)
@@ -288,13 +308,13 @@ async def test_probe_when_all_other_slots_are_taken_then_answered(serving, sende
 
 
 async def test_commit_when_the_caller_goes_away_then_it_still_ends(serving, sender, until) -> None:
-    async with serving(Script(load_s=0.3)) as server, sender(server, lease_s=0.3) as trainer:
+    async with serving(Script(load_s=1.0)) as server, sender(server, lease_s=1.0) as trainer:
         report = await trainer.stage(1)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
+            async with asyncio.timeout(0.3):
                 await trainer.commit(1, report)
         assert "resume" not in server.engine.seen
         await until(lambda: "resume" in server.engine.seen)
         assert await state_of(server) == ("updating", "", 0)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5)
         assert await state_of(server) == ("weights_unknown", "", -1)
