@@ -1,9 +1,9 @@
 """The supervised warm-up behind `tiny_models.py`.
 
-The teacher guesses at once in half of the cases, and else writes running sums and slips now and then. So a model that
-has learned all there is to learn from it is right in 40 to 50 of 100 cases. What reinforcement learning finds easy
-is to sharpen what a policy does part of the time (here: to work the sum out, and without a slip); new arithmetic it
-finds hard at this size. The guesses come only near the end: running sums are what takes long to learn.
+The teacher guesses at once in half of the cases, and else writes running sums and slips now and then, so that a model
+that imitates it is right in about 40 of 100 cases. What reinforcement learning finds easy is to sharpen what a policy
+does part of the time (here: to work the sum out, and without a slip); new arithmetic it finds hard at this size. The
+guesses come only near the end: running sums are what takes long to learn.
 """
 
 import json
@@ -38,7 +38,7 @@ NUM_RISING_STEPS = 20
 GUESS_PROBABILITY = 0.5
 GUESSES_FROM = 0.75
 """Share of the warm-up after which the teacher guesses too."""
-SLIP_PROBABILITY = 0.04
+SLIP_PROBABILITY = 0.02
 MAX_RESPONSE_TOKENS = 40
 NUM_SAMPLES = 2000
 REPORT_EVERY_STEPS = 100
