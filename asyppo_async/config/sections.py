@@ -1,19 +1,15 @@
 """The sections of a run's configuration. Only this package has defaults; each part receives its own section."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from asyppo_async.config.algorithm import AlgorithmSection
+from asyppo_async.config.base import PositiveSeconds, Section
+from asyppo_async.config.selection import SelectionSection
 
 Dtype = Literal["float32", "bfloat16"]
-Share = Annotated[float, Field(ge=0, lt=1)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values do not change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -64,9 +60,9 @@ class ActorSection(Section):
 
 
 class CriticSection(Section):
-    count: int = Field(default=2, ge=1)
-    """Mini-critics M; each trains on its own share of every group's responses."""
-    model: Path
+    count: int = Field(default=2, ge=0)
+    """Mini-critics M; each trains on its own share of every group's responses. 0: a method without critics."""
+    model: Path | None = None
     """Folder of the model that every critic starts from; its tokenizer must be the actor's."""
     dtype: Dtype = "float32"
     backend: Literal["plain"] = "plain"
@@ -85,6 +81,10 @@ class CriticSection(Section):
     """Half width of the clipped value loss; none: plain squared error."""
     data: Literal["group_split", "random_split", "shared"] = "group_split"
     """How responses are dealt to the critics (AsyPPO: disjoint shares of every group)."""
+    small_groups: Literal["rotate", "all"] = "rotate"
+    """A group with fewer responses than critics: they take turns, or all critics see all of it."""
+    half_loss: bool = True
+    """The value loss is 1/2 (V - G)^2; false: without the half, as AsyPPO's equation."""
     non_finite_budget: int = Field(default=5, ge=0)
 
 
@@ -107,9 +107,11 @@ class TaskSection(Section):
 class SamplingSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """1 is off. Below 1 the behaviour is not the model's own distribution; refused in this version."""
+    """1 is off. Below 1 the behaviour is not the model's own distribution: needs `kept_tokens`."""
     top_k: int = Field(default=0, ge=0)
     """0 is off; as `top_p`."""
+    kept_tokens: bool = False
+    """The trainer rebuilds the set of tokens that top-k and top-p keep and renormalises its log-probs over it."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest response; one that reaches it is finished, with the reward that its text earns."""
 
@@ -134,37 +136,6 @@ class StalenessSection(Section):
     """Groups that are generated at once, over the whole fleet."""
     max_replacements_per_step: int = Field(default=1000, ge=1)
     """Draws that may be filtered or dropped between two batches before the run ends with an error."""
-
-
-class AlgorithmSection(Section):
-    schedule: Literal["post", "pre", "critic_ahead"] = "post"
-    """When the critics train: before the advantages (AsyPPO, Algorithm 1), beside the actor on values from before
-    (S3AC, VC-PPO), or one batch ahead of the actor."""
-    lambda_actor: float | None = Field(default=1.0, ge=0, le=1)
-    """GAE lambda of the advantages; none: length-adaptive, 1 - 1 / (alpha T)."""
-    lambda_alpha: float = Field(default=1.5, gt=0)
-    lambda_critic: float = Field(default=1.0, ge=0, le=1)
-    """1: Monte Carlo returns as the critics' targets."""
-    value_aggregation: Literal["mean", "min"] = "mean"
-    whiten_advantages: bool = False
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.2, gt=0)
-    aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "seq-mean-token-mean"
-    advantage_mask_share: Share = 0.2
-    """Share of tokens, lowest value std of the batch, whose advantage is masked (k)."""
-    entropy_filter_share: Share = 0.2
-    """Share of tokens, highest value std of the batch, left out of the entropy bonus (h)."""
-    entropy_coefficient: float = Field(default=0.01, ge=0)
-    mismatch: Literal["none", "icepop", "icepop_mask", "tis"] = "icepop"
-    """Correction by proximal / behaviour ratios: none, IcePoP with or without the ratio as weight, or TIS."""
-    mismatch_low: float = Field(default=0.5, ge=0)
-    mismatch_high: float = Field(default=5.0, gt=0)
-    renormalise: bool = False
-    """Divide by the tokens that are kept instead of by all valid ones."""
-    critic_trains_on: Literal["all", "kept"] = "all"
-    """Whether rejected and stale tokens still train the critics."""
 
 
 class WeightsSection(Section):
@@ -219,12 +190,13 @@ class TrainConfig(Section):
 
     run: RunSection = RunSection()
     actor: ActorSection
-    critic: CriticSection
+    critic: CriticSection = CriticSection()
     task: TaskSection = TaskSection()
     sampling: SamplingSection = SamplingSection()
     batch: BatchSection = BatchSection()
     staleness: StalenessSection = StalenessSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    selection: SelectionSection = SelectionSection()
     weights: WeightsSection = WeightsSection()
     evaluation: EvaluationSection = EvaluationSection()
     fleet: FleetSection = FleetSection()

@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from asyppo_async.config.sections import Dtype, PositiveSeconds, Section
+from asyppo_async.config.base import PositiveSeconds, Section
+from asyppo_async.config.sections import Dtype
 
 
 class ServeConfig(Section):

@@ -16,7 +16,8 @@ from asyppo_async.algorithms.aggregation import LossAggregation, denominator, to
 from asyppo_async.algorithms.critics import ValueStdMasks, ensemble_value, value_std, value_std_masks
 from asyppo_async.algorithms.mismatch import MismatchCorrection, TokenRule, TokenRuleKind, correct_mismatch
 from asyppo_async.algorithms.token_classes import TokenMasks, classify_tokens, token_masks
-from asyppo_async.config.sections import ActorSection, AlgorithmSection, CriticSection, SamplingSection
+from asyppo_async.config.algorithm import AlgorithmSection
+from asyppo_async.config.sections import ActorSection, CriticSection, SamplingSection
 from asyppo_async.trainer.coordinator.batch import Batch, select_sequences, token_rows
 from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain, MiniBatches
 from asyppo_async.types import Float32Array
