@@ -59,13 +59,21 @@ def group_expectation_weights(
     """w_i = p(y_i) / E_q[q] with E_q[q] = sum q^2 / sum q over the group, [B], gradient to p. (GEPO
     2508.17850.)
 
-    Computed from logs shifted by the group's largest, since probabilities of responses underflow.
-
     Args:
         policy_sequence_logprobs: [B] log p(y_i), with gradient; sums over tokens, or means for the
             length-normalised form.
         behaviour_sequence_logprobs: [B] log q(y_i), taken alike.
         group_ids: [B].
+    """
+    return policy_ratio(
+        policy_sequence_logprobs - group_expectation_logs(behaviour_sequence_logprobs, group_ids)
+    )
+
+
+def group_expectation_logs(behaviour_sequence_logprobs: Tensor, group_ids: Tensor) -> Tensor:
+    """log E_q[q] of each response's group, [B], no gradient.
+
+    Computed from logs shifted by the group's largest, since probabilities of responses underflow.
     """
     q_log = behaviour_sequence_logprobs.detach()
     _, index = torch.unique(group_ids, return_inverse=True)
@@ -75,7 +83,7 @@ def group_expectation_weights(
     sums = q_log.new_zeros(num_groups).index_add(0, index, shifted)
     squares = q_log.new_zeros(num_groups).index_add(0, index, shifted.square())
     expectation_log = (squares / sums).log() + top
-    return policy_ratio(policy_sequence_logprobs - expectation_log[index])
+    return expectation_log[index]
 
 
 def gepo_expectation(
@@ -110,6 +118,29 @@ def gepo_expectation(
     )
     weights = spread(group_expectation_weights(next(sums), next(sums), group_ids), lengths)
     terms = -weights * advantages.detach()
+    flags = torch.zeros_like(terms, dtype=torch.bool)
+    return TokenLoss(terms=terms, clipped_low=flags, clipped_high=flags)
+
+
+def sequence_weighted(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    *,
+    counted: Tensor | None = None,
+    length_normalised: bool = True,
+) -> TokenLoss:
+    """-s A with s = exp of the mean (or sum) of the response's log ratios, [T]; no clip.
+
+    With log E_q[q] in place of the reference at every token (divided by |o_i| for the sum) this is
+    `gepo_expectation`: what needs the whole group is then a constant that each response brings along.
+    """
+    if counted is not None:
+        log_ratio = torch.where(counted, log_ratio, torch.zeros_like(log_ratio))
+    logs = (
+        segment_mean(log_ratio, lengths, counted) if length_normalised else segment_sum(log_ratio, lengths)
+    )
+    terms = -spread(policy_ratio(logs), lengths) * advantages.detach()
     flags = torch.zeros_like(terms, dtype=torch.bool)
     return TokenLoss(terms=terms, clipped_low=flags, clipped_high=flags)
 

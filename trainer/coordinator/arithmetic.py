@@ -11,23 +11,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyppo_async.algorithms.advantages import gae, length_adaptive_lambda, value_targets, whiten
-from asyppo_async.algorithms.aggregation import LossAggregation, denominator, token_weights
-from asyppo_async.algorithms.critics import ValueStdMasks, ensemble_value, value_std, value_std_masks
-from asyppo_async.algorithms.mismatch import MismatchCorrection, TokenRule, TokenRuleKind, correct_mismatch
+from asyppo_async.algorithms.advantages import value_targets
+from asyppo_async.algorithms.aggregation import token_weights
+from asyppo_async.algorithms.critics import ValueStdMasks, value_std
+from asyppo_async.algorithms.mismatch import MismatchCorrection
+from asyppo_async.algorithms.packed import spread
 from asyppo_async.algorithms.token_classes import TokenMasks, classify_tokens, token_masks
+from asyppo_async.algorithms.token_selection import TokenSelection, choose_scores, select_tokens
 from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.sections import ActorSection, CriticSection, SamplingSection
 from asyppo_async.trainer.coordinator.batch import Batch, select_sequences, token_rows
-from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain, MiniBatches
-from asyppo_async.types import Float32Array
-
-_RULES: dict[str, TokenRuleKind] = {
-    "none": "none",
-    "icepop": "icepop",
-    "icepop_mask": "icepop_mask",
-    "tis": "truncate",
-}
+from asyppo_async.trainer.coordinator.correction import by_advantage, mismatch_of
+from asyppo_async.trainer.coordinator.estimators import (
+    Baselines,
+    advantages_of,
+    calibrated,
+    scaled_by_entropy,
+)
+from asyppo_async.trainer.coordinator.loss_terms import loss_of, positives_of, reference_of
+from asyppo_async.trainer.coordinator.memory import StepMemory
+from asyppo_async.trainer.coordinator.mini_batches import plan_mini_batches
+from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain
+from asyppo_async.types import BoolArray, Float32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,7 @@ class TokenDecisions:
     advantages: torch.Tensor
     """[N]"""
     value_std: torch.Tensor
-    """[N]"""
+    """[N]; 0 without critics."""
     std_masks: ValueStdMasks
     mismatch: MismatchCorrection
     classes: torch.Tensor
@@ -47,6 +52,8 @@ class TokenDecisions:
     """[N]"""
     entropy_weights: torch.Tensor
     """[N]"""
+    memory: StepMemory
+    """For the step after this one."""
 
     @property
     def trainable(self) -> bool:
@@ -61,6 +68,11 @@ def decide_tokens(
     *,
     stale: NDArray[np.bool_],
     algorithm: AlgorithmSection,
+    baselines: Baselines | None = None,
+    filtered: BoolArray | None = None,
+    entropies: Float32Array | None = None,
+    seed: int = 0,
+    memory: StepMemory | None = None,
 ) -> TokenDecisions:
     """Advantages, masks and weights of a batch (`algorithms.md` 1.3, AsyPPO Algorithm 1 steps 3 to 5).
 
@@ -70,34 +82,41 @@ def decide_tokens(
         proximal_logprobs: [N] of the actor at the start of the step.
         stale: [N] tokens beyond the bound.
         algorithm: The section of that name.
+        baselines: What else than `values` the estimator reads.
+        filtered: [B] responses of groups that teach nothing; None: none is.
+        entropies: [N] of the actor at the start of the step, for selections by entropy.
+        seed: Of the run, for random selections.
+        memory: Of the steps before.
     """
     lengths = torch.from_numpy(batch.lengths)
-    critics = torch.from_numpy(values)
-    mismatch = _correct_mismatch(batch, proximal_logprobs, algorithm)
+    known = memory or StepMemory()
+    unfiltered = torch.ones(len(stale), dtype=torch.bool)
+    if filtered is not None:
+        unfiltered = ~spread(torch.from_numpy(filtered), lengths)
+    mismatch = mismatch_of(batch, proximal_logprobs, algorithm)
+    advantages = advantages_of(
+        batch, baselines or Baselines(values=values), algorithm, counted=unfiltered, memory=known
+    )
+    if algorithm.group_entropy_scaling:
+        proximal = torch.from_numpy(np.require(proximal_logprobs, requirements="W"))
+        advantages, known = scaled_by_entropy(batch, advantages, proximal, mismatch.measured, known)
+    if algorithm.value_aggregation == "confidence":
+        known = calibrated(batch, values, algorithm, known)
+    mismatch = by_advantage(batch, mismatch, advantages, algorithm)
     classes = classify_tokens(
         lengths,
         stale=torch.from_numpy(stale),
+        filtered_responses=None if filtered is None else torch.from_numpy(filtered),
         keep_sequences=mismatch.keep_sequences,
         keep_tokens=mismatch.keep_tokens,
     )
     masks = token_masks(
         classes, critic_trains_on=algorithm.critic_trains_on, renormalise=algorithm.renormalise
     )
-    std = value_std(critics)
-    std_masks = value_std_masks(
-        std,
-        advantage_share=algorithm.advantage_mask_share,
-        entropy_share=algorithm.entropy_filter_share,
-        valid=masks.ranking,
-    )
-    advantages = gae(
-        torch.from_numpy(batch.rewards),
-        ensemble_value(critics, algorithm.value_aggregation),
-        lengths,
-        _lambda(algorithm, lengths),
-    )
-    if algorithm.whiten_advantages:
-        advantages = whiten(advantages, masks.advantage)
+    std = torch.zeros(len(stale))
+    if len(values):
+        std = value_std(torch.from_numpy(values), sample=algorithm.value_std_sample)
+    std_masks = _select(batch, std, masks, entropies, algorithm=algorithm, seed=seed)
     shares = token_weights(algorithm.aggregation, lengths, masks.denominator)
     zero = torch.zeros_like(shares)
     return TokenDecisions(
@@ -111,6 +130,7 @@ def decide_tokens(
             masks.policy & std_masks.advantage_keep, shares * mismatch.weights.to(shares.dtype), zero
         ),
         entropy_weights=torch.where(masks.entropy & std_masks.entropy_keep, shares, zero),
+        memory=known,
     )
 
 
@@ -125,26 +145,38 @@ def actor_request(
     seed: int,
 ) -> ActorTrain:
     """What the actor group is told: ready weights per token and global denominators."""
-    finite = np.isfinite(proximal_logprobs)
+    masks, loss = decisions.masks, loss_of(algorithm)
+    reference = reference_of(batch, decisions.mismatch, proximal_logprobs, algorithm)
+    mini_batches = plan_mini_batches(
+        batch.lengths,
+        num_per_epoch=actor.mini_batches,
+        epochs=actor.epochs,
+        generator=np.random.default_rng((seed, batch.step, 0)),
+        mode=algorithm.aggregation,
+        counted=masks.denominator,
+        responses_counted=masks.responses,
+        max_length=sampling.max_tokens,
+    )
     return ActorTrain(
         sequences=batch.sequences,
-        proximal_logprobs=np.where(finite, proximal_logprobs, np.float32(0)),
+        proximal_logprobs=np.where(np.isfinite(reference), reference, np.float32(0)),
         advantages=_float32(decisions.advantages),
         policy_weights=_float32(decisions.policy_weights),
         entropy_weights=_float32(decisions.entropy_weights),
-        mini_batches=_mini_batches(
-            batch.lengths,
-            num_per_epoch=actor.mini_batches,
-            epochs=actor.epochs,
-            generator=np.random.default_rng((seed, batch.step, 0)),
-            mode=algorithm.aggregation,
-            masks=decisions.masks,
-            max_length=sampling.max_tokens,
-        ),
+        mini_batches=mini_batches,
         temperature=sampling.temperature,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         entropy_coefficient=algorithm.entropy_coefficient,
+        loss=loss,
+        counted=(masks.denominator & decisions.mismatch.measured).numpy()
+        if loss.of_whole_responses
+        else None,
+        kl_coefficient=algorithm.kl_coefficient,
+        kl_estimator=algorithm.kl_estimator,
+        positives=positives_of(batch, masks, mini_batches, algorithm.positive_nll_coefficient),
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
     )
 
 
@@ -167,6 +199,8 @@ def critic_requests(
         critic: The section of that name.
         seed: Of the run.
     """
+    if algorithm.truncated in ("bootstrap", "egae"):  # the return of a response that was cut is not known
+        trained = trained & ~np.repeat(batch.truncated, batch.lengths)
     requests = []
     for index, rows in enumerate(batch.critic_shares):
         tokens = token_rows(batch.lengths, rows)
@@ -174,7 +208,7 @@ def critic_requests(
         own_values = torch.from_numpy(values[index][tokens])
         counted = torch.from_numpy(trained[tokens])
         targets = value_targets(
-            torch.from_numpy(batch.rewards[rows]), own_values, lengths, algorithm.lambda_critic
+            torch.from_numpy(batch.shaped_rewards[rows]), own_values, lengths, algorithm.lambda_critic
         )
         requests.append(
             CriticTrain(
@@ -182,75 +216,62 @@ def critic_requests(
                 targets=_float32(targets),
                 weights=_float32(token_weights("token-mean", lengths, counted)),
                 old_values=_float32(own_values),
-                mini_batches=_mini_batches(
+                mini_batches=plan_mini_batches(
                     batch.lengths[rows],
                     num_per_epoch=critic.mini_batches,
                     epochs=critic.epochs,
                     generator=np.random.default_rng((seed, batch.step, 1 + index)),
                     mode="token-mean",
-                    masks=None,
                     counted=counted,
                 ),
                 value_clip=critic.value_clip,
+                half=critic.half_loss,
             )
         )
     return requests
 
 
-def _mini_batches(
-    lengths: NDArray[np.int64],
+def _select(
+    batch: Batch,
+    std: torch.Tensor,
+    masks: TokenMasks,
+    entropies: Float32Array | None,
     *,
-    num_per_epoch: int,
-    epochs: int,
-    generator: np.random.Generator,
-    mode: LossAggregation,
-    masks: TokenMasks | None,
-    counted: torch.Tensor | None = None,
-    max_length: int | None = None,
-) -> MiniBatches:
-    """Deal the responses anew in every epoch; each optimizer step has its own global denominator."""
-    in_denominator = masks.denominator if masks is not None else counted
-    in_responses = masks.responses if masks is not None else counted
-    parts: list[NDArray[np.int64]] = []
-    denominators: list[float] = []
-    for _ in range(epochs):
-        for rows in np.array_split(generator.permutation(len(lengths)), num_per_epoch):
-            tokens = torch.from_numpy(token_rows(lengths, rows))
-            parts.append(rows)
-            denominators.append(
-                denominator(
-                    mode,
-                    torch.from_numpy(lengths[rows]),
-                    None if in_denominator is None else in_denominator[tokens],
-                    max_length=max_length,
-                    responses_counted=None if in_responses is None else in_responses[tokens],
-                )
-            )
-    return MiniBatches(
-        sequence_indices=np.concatenate(parts).astype(np.int32),
-        sizes=np.array([len(rows) for rows in parts], dtype=np.int32),
-        denominators=np.array(denominators, dtype=np.float64),
+    algorithm: AlgorithmSection,
+    seed: int,
+) -> ValueStdMasks:
+    """AsyPPO's advantage mask and entropy filter, or an ablation of either, over the ranked tokens."""
+    lengths = torch.from_numpy(batch.lengths)
+    surprise = None if entropies is None else torch.from_numpy(np.require(entropies, requirements="W"))
+
+    def select(purpose: str) -> TokenSelection:
+        is_mask = purpose == "advantage"
+        share = algorithm.advantage_mask_share if is_mask else algorithm.entropy_filter_share
+        scores = choose_scores(
+            algorithm.advantage_mask_by if is_mask else algorithm.entropy_filter_by,
+            value_std=std,
+            entropies=surprise,
+            seed=seed,
+            step=batch.step,
+            purpose=purpose,
+        )
+        return select_tokens(
+            scores if share > 0 else None,
+            share,
+            algorithm.advantage_mask_end if is_mask else algorithm.entropy_filter_end,
+            valid=masks.ranking,
+            scope=algorithm.selection_scope,
+            lengths=lengths,
+        )
+
+    masked, filtered = select("advantage"), select("entropy")
+    return ValueStdMasks(
+        advantage_keep=masks.ranking & ~masked.selected,
+        entropy_keep=masks.ranking & ~filtered.selected,
+        num_advantage_masked=masked.count,
+        num_entropy_filtered=filtered.count,
+        degenerate=masked.degenerate or filtered.degenerate,
     )
-
-
-def _correct_mismatch(
-    batch: Batch, proximal_logprobs: Float32Array, algorithm: AlgorithmSection
-) -> MismatchCorrection:
-    # What came over a wire is read-only, which torch refuses to look at without a warning.
-    return correct_mismatch(
-        torch.from_numpy(np.require(proximal_logprobs, requirements="W")),
-        torch.from_numpy(np.require(batch.behaviour_logprobs, requirements="W")),
-        torch.from_numpy(batch.lengths),
-        rule=TokenRule(
-            kind=_RULES[algorithm.mismatch], low=algorithm.mismatch_low, high=algorithm.mismatch_high
-        ),
-    )
-
-
-def _lambda(algorithm: AlgorithmSection, lengths: torch.Tensor) -> float | torch.Tensor:
-    if algorithm.lambda_actor is not None:
-        return algorithm.lambda_actor
-    return length_adaptive_lambda(lengths, algorithm.lambda_alpha)
 
 
 def _float32(tensor: torch.Tensor) -> Float32Array:

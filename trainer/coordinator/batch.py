@@ -5,12 +5,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyppo_async.algorithms.critics import split_groups
-from asyppo_async.types import Float32Array, Group, Int32Array, TokenSequences, concatenate_sequences
+from asyppo_async.algorithms.group_advantages import overlong_penalty
+from asyppo_async.types import BoolArray, Float32Array, Group, Int32Array, TokenSequences, concatenate_sequences
 
 CriticData = Literal["group_split", "random_split", "shared"]
+SmallGroups = Literal["rotate", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """What is done to the verdict of a response before it is learned from."""
+
+    truncated_reward: float | None
+    """Reward of a response at maximum length; None: what its text earned."""
+    overlong_cache_tokens: int
+    """0: no penalty for long responses."""
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +36,11 @@ class Batch:
     groups: tuple[Group, ...]
     sequences: TokenSequences
     rewards: Float32Array
-    """[B]"""
+    """[B] as scored: what verdicts and metrics are about."""
+    shaped_rewards: Float32Array
+    """[B] what advantages and critics learn from."""
+    truncated: BoolArray
+    """[B] ended at maximum length."""
     behaviour_logprobs: Float32Array
     """[N]"""
     versions: Int32Array
@@ -35,30 +53,89 @@ class Batch:
         """[B] response tokens."""
         return self.sequences.response_lengths.astype(np.int64)
 
+    @property
+    def group_ids(self) -> NDArray[np.int64]:
+        """[B] position of each response's group in the batch."""
+        return np.repeat(np.arange(len(self.groups)), [len(group.trajectories) for group in self.groups])
+
+    @property
+    def correct(self) -> BoolArray:
+        """[B] the binary verdict."""
+        return np.asarray(self.rewards >= 1)
+
+    def trained_on(self) -> BoolArray:
+        """[M, B] which responses each critic trains on."""
+        seen = np.zeros((len(self.critic_shares), len(self.rewards)), dtype=np.bool_)
+        for critic, rows in enumerate(self.critic_shares):
+            seen[critic, rows] = True
+        return seen
+
 
 def build_batch(
-    step: int, groups: Sequence[Group], *, num_critics: int, critic_data: CriticData, seed: int
+    step: int,
+    groups: Sequence[Group],
+    *,
+    num_critics: int,
+    critic_data: CriticData,
+    seed: int,
+    small_groups: SmallGroups = "rotate",
+    shaping: Shaping | None = None,
 ) -> Batch:
     """Lay the responses of `groups` end to end and deal them to the critics."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32)
+    truncated = np.array(
+        [trajectory.response.finish_reason == "length" for trajectory in trajectories], dtype=np.bool_
+    )
+    lengths = np.array([trajectory.num_tokens for trajectory in trajectories], dtype=np.int64)
     return Batch(
         step=step,
         groups=tuple(groups),
         sequences=concatenate_sequences(
             [(trajectory.prompt.token_ids, trajectory.response.token_ids) for trajectory in trajectories]
         ),
-        rewards=np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32),
+        rewards=rewards,
+        shaped_rewards=rewards if shaping is None else _shape(rewards, truncated, lengths, shaping),
+        truncated=truncated,
         behaviour_logprobs=np.concatenate(
             [trajectory.response.behaviour_logprobs for trajectory in trajectories]
         ),
         versions=np.concatenate([trajectory.response.versions for trajectory in trajectories]),
-        critic_shares=_deal(step, groups, num_critics=num_critics, critic_data=critic_data, seed=seed),
+        critic_shares=_deal(
+            step,
+            groups,
+            num_critics=num_critics,
+            critic_data=critic_data,
+            small_groups=small_groups,
+            seed=seed,
+        ),
     )
 
 
+def _shape(
+    rewards: Float32Array, truncated: BoolArray, lengths: NDArray[np.int64], shaping: Shaping
+) -> Float32Array:
+    shaped = rewards.astype(np.float64)
+    if shaping.truncated_reward is not None:
+        shaped = np.where(truncated, shaping.truncated_reward, shaped)
+    if shaping.overlong_cache_tokens > 0:
+        shaped += overlong_penalty(
+            torch.from_numpy(lengths), max_length=shaping.max_tokens, cache=shaping.overlong_cache_tokens
+        ).numpy()
+    return shaped.astype(np.float32)
+
+
 def _deal(
-    step: int, groups: Sequence[Group], *, num_critics: int, critic_data: CriticData, seed: int
+    step: int,
+    groups: Sequence[Group],
+    *,
+    num_critics: int,
+    critic_data: CriticData,
+    small_groups: SmallGroups,
+    seed: int,
 ) -> tuple[NDArray[np.int64], ...]:
+    if num_critics == 0:
+        return ()
     members = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     everything = np.arange(len(members), dtype=np.int64)
     if critic_data == "shared":
@@ -73,7 +150,11 @@ def _deal(
         seed=seed,
         step=step,
     ).numpy()
-    return tuple(everything[critic_of == critic] for critic in range(num_critics))
+    by_all = np.array(
+        [small_groups == "all" and len(group.trajectories) < num_critics for group, _ in members],
+        dtype=np.bool_,
+    )
+    return tuple(everything[(critic_of == critic) | by_all] for critic in range(num_critics))
 
 
 def select_sequences(sequences: TokenSequences, rows: NDArray[np.int64]) -> TokenSequences:
@@ -88,3 +169,22 @@ def token_rows(lengths: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[n
     starts = np.cumsum(lengths) - lengths
     empty = np.zeros(0, dtype=np.int64)
     return np.concatenate([empty, *(np.arange(starts[row], starts[row] + lengths[row]) for row in rows)])
+
+
+def with_end_states(sequences: TokenSequences, truncated: BoolArray) -> tuple[TokenSequences, BoolArray]:
+    """The sequences with one token more behind each truncated response, and which tokens those are, [N + extra] bool.
+
+    The value before that token is V(s_T) of the response.
+    """
+    lengths = sequences.response_lengths.astype(np.int64)
+    ends = np.cumsum(lengths)[truncated]
+    extra = np.insert(np.zeros(sequences.num_response_tokens, dtype=np.bool_), ends, True)
+    return (
+        TokenSequences(
+            prompt_token_ids=sequences.prompt_token_ids,
+            prompt_lengths=sequences.prompt_lengths,
+            response_token_ids=np.insert(sequences.response_token_ids, ends, 0),
+            response_lengths=sequences.response_lengths + truncated.astype(np.int32),
+        ),
+        extra,
+    )

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyppo_async.algorithms.logprobs import TokenDistribution, token_logprobs_and_entropy
-from asyppo_async.algorithms.losses import policy_log_ratio, policy_ratio, ppo_clip
+from asyppo_async.algorithms.logprobs import KeptSet, TokenDistribution, token_logprobs_and_entropy
+from asyppo_async.algorithms.losses import TokenLoss, policy_log_ratio, policy_ratio
 from asyppo_async.algorithms.packed import neutralise
+from asyppo_async.algorithms.policy_losses import LossInputs, policy_loss
+from asyppo_async.algorithms.regularisers import kl_penalty
 from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult, ActorTrain, TrainResult
 from asyppo_async.trainer.worker.model import Policy
 from asyppo_async.trainer.worker.packing import MicroBatch, lay_out, micro_batches
@@ -38,8 +40,11 @@ class Actor:
         chosen = np.arange(sequences.num_sequences)
         for batch in micro_batches(sequences, lay_out(sequences), chosen, self._micro_batch_tokens):
             everything = np.ones(len(batch.tokens), dtype=np.bool_)
-            distribution = self._distribution(batch, everything, request.temperature)
-            logprobs[batch.tokens] = distribution.logprobs.float().cpu().numpy()
+            distribution = self._distribution(batch, everything, request)
+            outside = ~distribution.inside
+            logprobs[batch.tokens] = (
+                distribution.logprobs.masked_fill(outside, -torch.inf).float().cpu().numpy()
+            )
             entropies[batch.tokens] = distribution.entropies.float().cpu().numpy()
         return ActorForwardResult(
             logprobs=logprobs, entropies=entropies, compute_s=time.perf_counter() - started_s
@@ -51,9 +56,11 @@ class Actor:
         has_weight = sequences_with(request.policy_weights, layout)
         if request.entropy_coefficient != 0:
             has_weight |= sequences_with(request.entropy_weights, layout)
+        if request.positives is not None:
+            has_weight |= sequences_with(request.positives.tokens, layout)
 
-        def loss_of(batch: MicroBatch, denominator: float) -> tuple[Tensor, TokenSums]:
-            return self._loss(request, batch, denominator)
+        def loss_of(batch: MicroBatch, step: int) -> tuple[Tensor, TokenSums]:
+            return self._loss(request, batch, step)
 
         steps = self._stepper.run(
             request.sequences, layout, request.mini_batches, has_weight=has_weight, loss_of=loss_of
@@ -61,7 +68,7 @@ class Actor:
         return TrainResult(steps=steps, compute_s=time.perf_counter() - started_s)
 
     def _distribution(
-        self, batch: MicroBatch, kept: NDArray[np.bool_], temperature: float
+        self, batch: MicroBatch, kept: NDArray[np.bool_], request: ActorForward | ActorTrain
     ) -> TokenDistribution:
         """Of the kept ones of the micro-batch's response tokens."""
         hidden = self._policy.hidden_states(self._tensor(batch.input_ids)).flatten(0, 1)
@@ -69,30 +76,38 @@ class Actor:
             hidden[self._tensor(batch.states[kept])],
             self._policy.head_weight,
             self._tensor(batch.token_ids[kept]),
-            temperature=temperature,
+            temperature=request.temperature,
             chunk_tokens=max(1, _HEAD_CHUNK_ELEMENTS // self._policy.vocab_size),
+            kept_set=KeptSet(top_k=request.top_k, top_p=request.top_p),
         )
 
-    def _loss(self, request: ActorTrain, batch: MicroBatch, denominator: float) -> tuple[Tensor, TokenSums]:
-        """sum(policy_weights * ppo_clip) / D - beta * sum(entropy_weights * H) / D over the micro-batch.
+    def _loss(self, request: ActorTrain, batch: MicroBatch, step: int) -> tuple[Tensor, TokenSums]:
+        """sum(policy_weights * loss) / D - beta * sum(entropy_weights * H) / D over the micro-batch, and what is added.
 
         What has no weight is left out before the arithmetic, so it may hold NaN.
         """
-        beta = request.entropy_coefficient
-        kept = (request.policy_weights[batch.tokens] != 0) | (request.entropy_weights[batch.tokens] != 0)
+        denominator = float(request.mini_batches.denominators[step])
+        kept = _read_tokens(request, batch)
         tokens = batch.tokens[kept]
-        distribution = self._distribution(batch, kept, request.temperature)
+        distribution = self._distribution(batch, kept, request)
         logprobs, entropies = distribution.logprobs, distribution.entropies
-        policy_weights = self._tensor(request.policy_weights[tokens]).to(logprobs.dtype)
         entropy_weights = self._tensor(request.entropy_weights[tokens]).to(logprobs.dtype)
+        weights = self._tensor(request.policy_weights[tokens]).to(logprobs.dtype)
+        policy_weights = neutralise(weights, distribution.inside)
         acted = policy_weights != 0
 
-        log_ratio = policy_log_ratio(logprobs, self._tensor(request.proximal_logprobs[tokens]), acted)
-        advantages = neutralise(self._tensor(request.advantages[tokens]).to(logprobs.dtype), acted)
-        terms = ppo_clip(log_ratio, advantages, clip_low=request.clip_low, clip_high=request.clip_high)
+        terms, log_ratio = self._policy_terms(request, batch, kept, logprobs, acted)
         loss = (policy_weights * terms.terms).sum() / denominator
-        if beta != 0:
-            loss = loss - beta * (entropy_weights * entropies).sum() / denominator
+        if request.entropy_coefficient != 0:
+            loss = loss - request.entropy_coefficient * (entropy_weights * entropies).sum() / denominator
+        if request.kl_coefficient != 0:
+            reference = neutralise(self._tensor(request.proximal_logprobs[tokens]).to(logprobs.dtype), acted)
+            divergence = kl_penalty(neutralise(logprobs, acted), reference, request.kl_estimator)
+            loss = loss + request.kl_coefficient * (policy_weights * divergence).sum() / denominator
+        if request.positives is not None and request.positives.denominators[step] > 0:
+            right = self._tensor(request.positives.tokens[tokens]) & distribution.inside
+            likelihood = neutralise(logprobs, right).sum() / float(request.positives.denominators[step])
+            loss = loss - request.positives.coefficient * likelihood
 
         detached = log_ratio.detach()
         ratio = policy_ratio(detached)[acted]
@@ -109,5 +124,46 @@ class Actor:
             ratio_max=float(ratio.max()) if len(ratio) else float("-inf"),
         )
 
+    def _policy_terms(
+        self,
+        request: ActorTrain,
+        batch: MicroBatch,
+        kept: NDArray[np.bool_],
+        logprobs: Tensor,
+        acted: Tensor,
+    ) -> tuple[TokenLoss, Tensor]:
+        """The loss's terms for the kept tokens, and their log ratios."""
+        tokens = batch.tokens[kept]
+        counted = acted
+        if request.loss.of_whole_responses:
+            counted = (
+                torch.ones_like(acted)
+                if request.counted is None
+                else self._tensor(request.counted[tokens])
+            )
+        used = acted | counted
+        reference = self._tensor(request.proximal_logprobs[tokens])
+        log_ratio = policy_log_ratio(logprobs, reference, used)
+        inputs = LossInputs(
+            policy_logprobs=neutralise(logprobs, acted),
+            reference_logprobs=neutralise(reference.to(logprobs.dtype), acted),
+            log_ratio=log_ratio,
+            advantages=neutralise(self._tensor(request.advantages[tokens]).to(logprobs.dtype), acted),
+            lengths=self._tensor(batch.lengths_of(kept)),
+            counted=counted,
+        )
+        terms = policy_loss(request.loss, inputs, clip_low=request.clip_low, clip_high=request.clip_high)
+        return terms, log_ratio
+
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _read_tokens(request: ActorTrain, batch: MicroBatch) -> NDArray[np.bool_]:
+    """[N] which tokens of the micro-batch the loss reads; a loss of whole responses reads all that are counted."""
+    kept = (request.policy_weights[batch.tokens] != 0) | (request.entropy_weights[batch.tokens] != 0)
+    if request.positives is not None:
+        kept |= request.positives.tokens[batch.tokens]
+    if request.loss.of_whole_responses:
+        kept |= True if request.counted is None else request.counted[batch.tokens]
+    return np.asarray(kept)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -50,9 +51,7 @@ class ActorGroup:
     async def forward(self, request: ActorForward) -> ActorForwardResult:
         """Log-probs and entropies in the order of the request's tokens."""
         shards = await asyncio.to_thread(cut_batch, request.sequences, self._ranks.size)
-        requests = [
-            ActorForward(sequences=shard.sequences, temperature=request.temperature) for shard in shards
-        ]
+        requests = [replace(request, sequences=shard.sequences) for shard in shards]
         replies = await self._ranks.ask(requests, self._request_timeout_s)
         results = [expect(reply, ActorForwardResult) for reply in replies]
         if len(results) == 1:

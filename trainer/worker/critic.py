@@ -36,8 +36,8 @@ class CriticLearner:
         started_s = time.perf_counter()
         layout = lay_out(request.sequences)
 
-        def loss_of(batch: MicroBatch, denominator: float) -> tuple[Tensor, TokenSums]:
-            return self._loss(request, batch, denominator)
+        def loss_of(batch: MicroBatch, step: int) -> tuple[Tensor, TokenSums]:
+            return self._loss(request, batch, float(request.mini_batches.denominators[step]))
 
         steps = self._stepper.run(
             request.sequences,
@@ -59,6 +59,7 @@ class CriticLearner:
             self._tensor(request.targets[tokens]).to(values.dtype),
             clip=request.value_clip,
             old_values=old_values,
+            half=request.half,
         )
         loss = (self._tensor(request.weights[tokens]).to(values.dtype) * terms).sum() / denominator
         clipped = 0

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyppo_async.types import Float32Array, Int32Array, TokenSequences
+from asyppo_async.algorithms.policy_losses import PolicyLoss
+from asyppo_async.types import BoolArray, Float32Array, Int32Array, TokenSequences
 
 Float64Array = NDArray[np.float64]
 
@@ -32,9 +33,9 @@ def _check_sequences(sequences: TokenSequences) -> None:
             )
 
 
-def _check_per_token(sequences: TokenSequences, **arrays: Float32Array) -> None:
+def _check_per_token(sequences: TokenSequences, **arrays: Float32Array | BoolArray | None) -> None:
     for name, values in arrays.items():
-        if values.shape != (sequences.num_response_tokens,):
+        if values is not None and values.shape != (sequences.num_response_tokens,):
             raise ValueError(
                 f"{name} must have one number for each of {sequences.num_response_tokens} response tokens, "
                 f"got shape {list(values.shape)}"
@@ -47,6 +48,9 @@ class ActorForward:
 
     sequences: TokenSequences
     temperature: float
+    top_p: float = 1.0
+    """Below 1, and with `top_k` above 0: renormalised over the tokens that these keep of the actor's distribution."""
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         _check_sequences(self.sequences)
@@ -55,7 +59,7 @@ class ActorForward:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorForwardResult:
     logprobs: Float32Array
-    """[sum T]"""
+    """[sum T]; -inf for a token outside the kept set, which the actor could not have sampled."""
     entropies: Float32Array
     """[sum T] of the full distribution at `temperature`."""
     compute_s: float
@@ -94,12 +98,23 @@ class MiniBatches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PositiveLikelihood:
+    """`- coefficient * sum(log pi over tokens) / D`, beside the policy loss (VAPO)."""
+
+    tokens: BoolArray
+    """[sum T] of right responses."""
+    denominators: Float64Array
+    """[S] number of those tokens in each optimizer step, over all ranks; 0: none."""
+    coefficient: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorTrain:
     """One training step of the actor: `sum(policy_weights * loss) / D - beta * sum(entropy_weights * H) / D`."""
 
     sequences: TokenSequences
     proximal_logprobs: Float32Array
-    """[sum T]"""
+    """[sum T] what the ratio of the loss is over; in a two-policy loss the behaviour policy takes this place."""
     advantages: Float32Array
     """[sum T]"""
     policy_weights: Float32Array
@@ -111,11 +126,23 @@ class ActorTrain:
     clip_low: float
     clip_high: float
     entropy_coefficient: float
+    loss: PolicyLoss = PolicyLoss()
+    counted: BoolArray | None = None
+    """[sum T] tokens that the mean log ratio of a response is over; None: all, or none is asked for."""
+    kl_coefficient: float = 0.0
+    """Of `sum(policy_weights * KL) / D`, from the policy to `proximal_logprobs`."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    positives: PositiveLikelihood | None = None
+    top_p: float = 1.0
+    """As in `ActorForward`; a token that falls outside the kept set loses its weight."""
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         _check_sequences(self.sequences)
         _check_per_token(
             self.sequences,
+            counted=self.counted,
+            positives=None if self.positives is None else self.positives.tokens,
             proximal_logprobs=self.proximal_logprobs,
             advantages=self.advantages,
             policy_weights=self.policy_weights,
@@ -141,7 +168,10 @@ class CriticForwardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticTrain:
-    """One training step of a critic: `sum(weights * 1/2 (V - target)^2) / D`, clipped around `old_values` if asked."""
+    """One training step of a critic: `sum(weights * 1/2 (V - target)^2) / D`, clipped around `old_values` if asked.
+
+    `half` false leaves the factor out, as AsyPPO's equation does.
+    """
 
     sequences: TokenSequences
     targets: Float32Array
@@ -152,6 +182,7 @@ class CriticTrain:
     """[sum T]; read only where `value_clip` is set."""
     mini_batches: MiniBatches
     value_clip: float | None
+    half: bool = True
 
     def __post_init__(self) -> None:
         _check_sequences(self.sequences)

@@ -30,6 +30,13 @@ class MicroBatch:
     """[N] flat indices into the per-token arrays of the request."""
     token_ids: Int64Array
     """[N]"""
+    response_lengths: Int64Array
+    """[R]"""
+
+    def lengths_of(self, kept: NDArray[np.bool_]) -> Int64Array:
+        """[R] number of kept tokens, [N] bool, of each row."""
+        rows = np.repeat(np.arange(len(self.response_lengths)), self.response_lengths)
+        return np.bincount(rows[kept], minlength=len(self.response_lengths)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,4 +119,5 @@ def _fill(sequences: TokenSequences, layout: RowLayout, rows: Int64Array) -> Mic
         states=ranges(row_starts + prompts - 1, responses),
         tokens=tokens,
         token_ids=token_ids,
+        response_lengths=responses,
     )

@@ -70,6 +70,10 @@ def cut_actor_train(request: ActorTrain, num_ranks: int) -> list[ActorTrain]:
             advantages=shard.select(request.advantages),
             policy_weights=shard.select(request.policy_weights),
             entropy_weights=shard.select(request.entropy_weights),
+            counted=None if request.counted is None else request.counted[shard.tokens],
+            positives=None
+            if request.positives is None
+            else replace(request.positives, tokens=request.positives.tokens[shard.tokens]),
             mini_batches=mini_batches,
         )
         for shard, mini_batches in cut_mini_batches(request.sequences, request.mini_batches, num_ranks)

@@ -44,8 +44,8 @@ class TokenSums:
         return TokenSums(**sums, ratio_max=max(self.ratio_max, other.ratio_max))
 
 
-LossOf = Callable[[MicroBatch, float], tuple[Tensor, TokenSums]]
-"""Loss (already divided by the step's denominator, given second) and figures of a micro-batch."""
+LossOf = Callable[[MicroBatch, int], tuple[Tensor, TokenSums]]
+"""Loss (already divided by the denominator of the optimizer step whose index is given) and figures of a micro-batch."""
 
 
 class Stepper:
@@ -83,11 +83,9 @@ class Stepper:
         """
         steps = []
         ends = mini_batches.sizes.astype(np.int64).cumsum()
-        for end, size, denominator in zip(
-            ends, mini_batches.sizes, mini_batches.denominators.tolist(), strict=True
-        ):
+        for index, (end, size) in enumerate(zip(ends, mini_batches.sizes, strict=True)):
             chosen = mini_batches.sequence_indices[end - size : end].astype(np.int64)
-            steps.append(self._step(sequences, layout, chosen[has_weight[chosen]], denominator, loss_of))
+            steps.append(self._step(sequences, layout, chosen[has_weight[chosen]], index, loss_of))
         return tuple(steps)
 
     def _step(
@@ -95,12 +93,12 @@ class Stepper:
         sequences: TokenSequences,
         layout: RowLayout,
         chosen: Int64Array,
-        denominator: float,
+        index: int,
         loss_of: LossOf,
     ) -> OptimizerStep:
         sums = TokenSums()
         for batch in micro_batches(sequences, layout, chosen, self._micro_batch_tokens):
-            loss, batch_sums = loss_of(batch, denominator)
+            loss, batch_sums = loss_of(batch, index)
             self._backend.backward(loss)
             sums += batch_sums
         sums = self._over_ranks(sums)
@@ -141,7 +139,7 @@ class Stepper:
         return TokenSums(**dict(zip(names, totals.tolist(), strict=True)), ratio_max=float(maximum))
 
 
-def sequences_with(weights: NDArray[np.float32], layout: RowLayout) -> NDArray[np.bool_]:
+def sequences_with(weights: NDArray[np.float32] | NDArray[np.bool_], layout: RowLayout) -> NDArray[np.bool_]:
     """[B] which sequences have a token whose weight is not exactly 0; NaN counts as weight."""
     ends = layout.response_starts + layout.response_lengths
     counts = np.concatenate([[0], np.cumsum(weights != 0)])
