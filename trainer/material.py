@@ -53,18 +53,10 @@ def read_material(config: TrainConfig) -> Material:
         TaskError: The task is unknown or has too few prompts.
     """
     check_model_folder(config.actor.model, "actor.model")
-    check_model_folder(config.critic.model, "critic.model")
     identity = model_identity(config.actor.model)
-    critic = model_identity(config.critic.model)
-    if (critic.tokenizer_fingerprint, critic.vocab_size) != (
-        identity.tokenizer_fingerprint,
-        identity.vocab_size,
-    ):
-        raise ConfigError(
-            f"critic.model {config.critic.model} has another vocabulary than actor.model {config.actor.model} "
-            f"({critic.vocab_size} against {identity.vocab_size} tokens, tokenizer {critic.tokenizer_fingerprint} "
-            f"against {identity.tokenizer_fingerprint}): a critic reads the actor's token ids"
-        )
+    if config.critic.count > 0 and config.critic.model is not None:
+        check_model_folder(config.critic.model, "critic.model")
+        _check_critic(config.critic.model, config.actor.model, identity)
     tokenizer = load_tokenizer(config.actor.model)
     spec = TaskSpec(
         name=config.task.name,
@@ -96,6 +88,19 @@ def read_material(config: TrainConfig) -> Material:
             f"actor.model {config.actor.model} takes"
         )
     return material
+
+
+def _check_critic(folder: Path, actor: Path, identity: ModelIdentity) -> None:
+    critic = model_identity(folder)
+    if (critic.tokenizer_fingerprint, critic.vocab_size) != (
+        identity.tokenizer_fingerprint,
+        identity.vocab_size,
+    ):
+        raise ConfigError(
+            f"critic.model {folder} has another vocabulary than actor.model {actor} "
+            f"({critic.vocab_size} against {identity.vocab_size} tokens, tokenizer {critic.tokenizer_fingerprint} "
+            f"against {identity.tokenizer_fingerprint}): a critic reads the actor's token ids"
+        )
 
 
 def check_model_folder(folder: Path, key: str) -> None:

@@ -12,8 +12,10 @@ from asyppo_async.trainer.coordinator.decisions import DecisionSettings
 from asyppo_async.trainer.coordinator.evaluation import Evaluation, Evaluator, PinnedVersion
 from asyppo_async.trainer.coordinator.loop import StepRecord, TrainingLoop, row_of
 from asyppo_async.trainer.coordinator.membership import RunIdentity
+from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.rollouts import Rollouts, RolloutSettings
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
+from asyppo_async.trainer.coordinator.selection import open_selection
 from asyppo_async.trainer.coordinator.step import StepRunner
 from asyppo_async.trainer.coordinator.waits import LoopLag, Waits, watch
 from asyppo_async.trainer.live import Display, StepLine
@@ -22,6 +24,7 @@ from asyppo_async.trainer.parts import Parts, open_parts
 from asyppo_async.trainer.run_folder import RunFolder
 from asyppo_async.trainer.signals import stop_on_signals
 from asyppo_async.trainer.summary import Summary
+from asyppo_async.types import Group
 
 
 async def run_training(config: TrainConfig, log_level: str) -> bool:
@@ -74,9 +77,13 @@ class Run:
         self._lag = LoopLag()
         self._changed = asyncio.Condition()
         self._pinned = PinnedVersion(config.evaluation.hold_s)
+        prompt_ids = list(material.train)
+        self._table = PromptTable(config.selection)
+        self._selection = open_selection(config, prompt_ids, self._table)
         self._core = DecisionCore(
             settings=decision_settings(config),
-            sampler=EpochSampler(prompt_ids=list(material.train), seed=config.run.seed, num_epochs=None),
+            sampler=self._selection
+            or EpochSampler(prompt_ids=prompt_ids, seed=config.run.seed, num_epochs=None),
             debug=False,
         )
 
@@ -129,7 +136,9 @@ class Run:
                 group_size=config.batch.group_size,
                 sampling=self._material.sampling,
                 group_deadline_s=config.fleet.group_deadline_s,
+                filter_groups=config.selection.group_filter == "replace",
             ),
+            on_group=self._on_group,
             changed=self._changed,
             waits=self._waits,
         )
@@ -137,7 +146,7 @@ class Run:
             config=config,
             core=self._core,
             rollouts=rollouts,
-            runner=StepRunner(config, parts.actor, parts.critics),
+            runner=StepRunner(config, parts.actor, parts.critics, self._table),
             publisher=parts.publisher,
             pinned=self._pinned,
             evaluate=evaluator.evaluate,
@@ -146,6 +155,7 @@ class Run:
             changed=self._changed,
             waits=self._waits,
             lag=self._lag,
+            selection=self._selection,
         )
         watching = watch(
             self._waits,
@@ -160,6 +170,10 @@ class Run:
             await loop.run(stop)
             for task in background:
                 task.cancel()
+
+    def _on_group(self, group: Group) -> None:
+        if self._selection is not None and self._config.selection.count_dropped:
+            self._selection.record(group)
 
     def _evaluator(self, parts: Parts) -> Evaluator:
         return Evaluator(

@@ -53,6 +53,9 @@ class PolicyLoss:
         return self.kind in WHOLE_RESPONSES or (self.kind == "topr" and self.level == "sequence")
 
 
+PPO = PolicyLoss()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
     """What a loss may read."""
@@ -77,11 +80,11 @@ def policy_loss(loss: PolicyLoss, inputs: LossInputs, *, clip_low: float, clip_h
     clips = {"clip_low": clip_low, "clip_high": clip_high}
     match loss.kind:
         case "ppo":
-            return ppo_clip(
+            terms = ppo_clip(
                 log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=loss.dual_clip
             )
         case "cispo":
-            return cispo(
+            terms = cispo(
                 inputs.policy_logprobs,
                 log_ratio,
                 advantages,
@@ -89,21 +92,21 @@ def policy_loss(loss: PolicyLoss, inputs: LossInputs, *, clip_low: float, clip_h
                 unified_mask=(clip_low, clip_high) if loss.unified_mask else None,
             )
         case "dis":
-            return dis(inputs.policy_logprobs, log_ratio, advantages, **clips)
+            terms = dis(inputs.policy_logprobs, log_ratio, advantages, **clips)
         case "gspo":
-            return gspo(log_ratio, advantages, inputs.lengths, **clips, counted=inputs.counted)
+            terms = gspo(log_ratio, advantages, inputs.lengths, **clips, counted=inputs.counted)
         case "gspo_token":
-            return gspo_token(log_ratio, advantages, inputs.lengths, **clips, counted=inputs.counted)
+            terms = gspo_token(log_ratio, advantages, inputs.lengths, **clips, counted=inputs.counted)
         case "aspo":
             if loss.dual_clip is None:
                 raise ValueError("aspo caps the turned ratio by dual_clip, got None")
-            return aspo(log_ratio, advantages, **clips, maximum_weight=loss.dual_clip)
+            terms = aspo(log_ratio, advantages, **clips, maximum_weight=loss.dual_clip)
         case "topr":
-            return topr(
+            terms = topr(
                 inputs.policy_logprobs, log_ratio, advantages, level=loss.level, lengths=inputs.lengths
             )
         case "dppo":
-            return dppo(
+            terms = dppo(
                 inputs.policy_logprobs,
                 inputs.reference_logprobs,
                 advantages,
@@ -112,16 +115,18 @@ def policy_loss(loss: PolicyLoss, inputs: LossInputs, *, clip_low: float, clip_h
                 kl_coefficient=loss.kl_coefficient,
             )
         case "reinforce":
-            return reinforce(inputs.policy_logprobs, advantages)
+            terms = reinforce(inputs.policy_logprobs, advantages)
         case "gepo_expectation":
-            return sequence_weighted(
+            terms = sequence_weighted(
                 log_ratio,
                 advantages,
                 inputs.lengths,
                 counted=inputs.counted,
                 length_normalised=loss.length_normalised,
             )
-    assert_never(loss.kind)
+        case _:
+            assert_never(loss.kind)
+    return terms
 
 
 def _bounds(kind: BoundsKind, clip_low: float, clip_high: float) -> RatioBounds:

@@ -137,9 +137,7 @@ def sequence_weighted(
     """
     if counted is not None:
         log_ratio = torch.where(counted, log_ratio, torch.zeros_like(log_ratio))
-    logs = (
-        segment_mean(log_ratio, lengths, counted) if length_normalised else segment_sum(log_ratio, lengths)
-    )
+    logs = segment_mean(log_ratio, lengths, counted) if length_normalised else segment_sum(log_ratio, lengths)
     terms = -spread(policy_ratio(logs), lengths) * advantages.detach()
     flags = torch.zeros_like(terms, dtype=torch.bool)
     return TokenLoss(terms=terms, clipped_low=flags, clipped_high=flags)

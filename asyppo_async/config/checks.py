@@ -84,8 +84,8 @@ def _critics(config: TrainConfig) -> Rules:
         ),
         (
             algorithm.schedule == "pre" and algorithm.advantage_values in ("post", "crossfit"),
-            f"algorithm.advantage_values = {algorithm.advantage_values!r} needs critics that have trained on the batch, "
-            "and algorithm.schedule = 'pre' trains them beside the actor; use schedule = 'post'",
+            f"algorithm.advantage_values = {algorithm.advantage_values!r} needs critics that have trained on the "
+            "batch, and algorithm.schedule = 'pre' trains them beside the actor; use schedule = 'post'",
         ),
         (
             algorithm.advantage_values == "crossfit" and not exclusive,
@@ -122,7 +122,14 @@ def _advantages(config: TrainConfig) -> Rules:
         ),
         (
             algorithm.whiten_advantages != "off" and algorithm.estimator.startswith("reinforce_pp"),
-            f"algorithm.estimator = {algorithm.estimator!r} whitens over the batch itself; use whiten_advantages = 'off'",
+            f"algorithm.estimator = {algorithm.estimator!r} whitens over the batch itself; use "
+            "whiten_advantages = 'off'",
+        ),
+        (
+            algorithm.estimator == "evpo"
+            and (algorithm.advantage_values or algorithm.schedule) in ("post", "crossfit", "critic_ahead"),
+            "algorithm.estimator = 'evpo' judges the critics by values from before they saw the batch; use "
+            "algorithm.schedule = 'pre' or algorithm.advantage_values = 'pre'",
         ),
         (
             algorithm.truncated in ("bootstrap", "egae") and algorithm.estimator != "gae",

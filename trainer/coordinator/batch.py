@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from asyppo_async.algorithms.critics import split_groups
 from asyppo_async.algorithms.group_advantages import overlong_penalty
-from asyppo_async.types import BoolArray, Float32Array, Group, Int32Array, TokenSequences, concatenate_sequences
+from asyppo_async.types import (
+    BoolArray,
+    Float32Array,
+    Group,
+    Int32Array,
+    TokenSequences,
+    concatenate_sequences,
+)
 
 CriticData = Literal["group_split", "random_split", "shared"]
 SmallGroups = Literal["rotate", "all"]

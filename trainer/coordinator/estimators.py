@@ -108,9 +108,7 @@ def advantages_of(
     if algorithm.whiten_advantages == "batch":
         return whiten(advantages, counted, unbiased=algorithm.whiten_unbiased)
     if algorithm.whiten_advantages == "group":
-        return whiten_groups(
-            advantages, lengths, group_ids, counted, unbiased=algorithm.whiten_unbiased
-        )
+        return whiten_groups(advantages, lengths, group_ids, counted, unbiased=algorithm.whiten_unbiased)
     return advantages
 
 
@@ -142,14 +140,10 @@ def _from_critics(
     return gae(ends.rewards, values, lengths, lambda_, bootstrap_values=ends.bootstrap_values)
 
 
-def baseline_values(
-    batch: Batch, values: Tensor, algorithm: AlgorithmSection, memory: StepMemory
-) -> Tensor:
+def baseline_values(batch: Batch, values: Tensor, algorithm: AlgorithmSection, memory: StepMemory) -> Tensor:
     """[N] one value per token out of [M, N]."""
     if algorithm.advantage_values == "crossfit":
-        return crossfit_value(
-            values, torch.from_numpy(batch.trained_on()), torch.from_numpy(batch.lengths)
-        )
+        return crossfit_value(values, torch.from_numpy(batch.trained_on()), torch.from_numpy(batch.lengths))
     if algorithm.value_aggregation == "confidence":
         known = memory.calibration or initial_calibration(len(values), algorithm.calibration_bins)
         return confidence_value(values, known)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.metrics import Metrics, merge
-from asyppo_async.trainer.coordinator.batch import Batch, build_batch
+from asyppo_async.trainer.coordinator.batch import Batch, Shaping, build_batch
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.decisions import StepReport
 from asyppo_async.trainer.coordinator.evaluation import Evaluation, PinnedVersion
@@ -21,6 +21,7 @@ from asyppo_async.trainer.coordinator.order import Chosen, Waiting
 from asyppo_async.trainer.coordinator.publication import Publication
 from asyppo_async.trainer.coordinator.report import staleness_of, step_metrics, token_use
 from asyppo_async.trainer.coordinator.rollouts import Rollouts
+from asyppo_async.trainer.coordinator.selection import SelectingSampler
 from asyppo_async.trainer.coordinator.step import StepResult, StepRunner
 from asyppo_async.trainer.coordinator.trace import Trace
 from asyppo_async.trainer.coordinator.waits import LoopLag, Waits
@@ -69,6 +70,7 @@ class TrainingLoop:
         changed: asyncio.Condition,
         waits: Waits,
         lag: LoopLag,
+        selection: SelectingSampler | None = None,
     ) -> None:
         self._config = config
         self._core = core
@@ -82,6 +84,7 @@ class TrainingLoop:
         self._changed = changed
         self._waits = waits
         self._lag = lag
+        self._selection = selection
         self._batches: dict[int, Batch] = {}
         """Of the step under way, and of the next one where the critics are ahead."""
 
@@ -112,6 +115,7 @@ class TrainingLoop:
         self._core.begin_step(time.monotonic())
         with self._waits.waiting("loop", f"the worker groups, step {batch.step}"):
             result = await self._runner.run(batch, trace, self._batch_ahead)
+            await self._inform_selection(result, trace)
         async with self._changed:
             report = self._core.end_step(time.monotonic(), token_use(result))
             self._rollouts.forget(report.fates)
@@ -167,10 +171,32 @@ class TrainingLoop:
             groups,
             num_critics=self._config.critic.count,
             critic_data=self._config.critic.data,
+            small_groups=self._config.critic.small_groups,
+            shaping=self._shaping(),
             seed=self._config.run.seed,
         )
         self._batches[chosen.step] = batch
         return batch
+
+    def _shaping(self) -> Shaping:
+        algorithm = self._config.algorithm
+        return Shaping(
+            truncated_reward=-1.0 if algorithm.truncated == "finished" else None,
+            overlong_cache_tokens=algorithm.overlong_cache_tokens,
+            max_tokens=self._config.sampling.max_tokens,
+        )
+
+    async def _inform_selection(self, result: StepResult, trace: Trace) -> None:
+        """Tell the sampler that a step has ended, and score what it will consider next."""
+        if self._selection is None:
+            return
+        steps = () if result.actor is None else result.actor.steps
+        if not self._config.selection.count_dropped:
+            for group in result.batch.groups:
+                self._selection.record(group)
+        self._selection.end_step(sum(not step.skipped for step in steps))
+        prompts = [self._rollouts.prompt(prompt_id) for prompt_id in self._selection.upcoming()]
+        self._selection.score(await self._runner.start_values(prompts, result.batch.step, trace))
 
     async def _publish(self, result: StepResult, trace: Trace) -> Publication | None:
         """Send the new weights, or only their number where no byte changed."""

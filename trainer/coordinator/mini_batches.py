@@ -61,9 +61,7 @@ def plan_mini_batches(
     )
 
 
-def counts_of_steps(
-    mini_batches: MiniBatches, per_response: NDArray[np.int64]
-) -> NDArray[np.float64]:
+def counts_of_steps(mini_batches: MiniBatches, per_response: NDArray[np.int64]) -> NDArray[np.float64]:
     """[S] sums of a count per response, [B], over the responses of each optimizer step."""
     return np.array([per_response[rows].sum() for rows in rows_of_steps(mini_batches)], dtype=np.float64)
 

@@ -40,7 +40,12 @@ class ProbePlan:
             for report in reports
             for prompt, response in zip(self.prompts, report.sampled, strict=True)
         ]
-        return ActorForward(sequences=concatenate_sequences(pairs), temperature=self.sampling.temperature)
+        return ActorForward(
+            sequences=concatenate_sequences(pairs),
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +123,13 @@ def gaps_of(
         engine = _behaviour_logprobs(report.sampled)
         trainer = sampled.logprobs[start : start + len(engine)]
         start += len(engine)
+        # At the edge of the kept set the two may disagree on a token's membership: that is no gap of weights.
+        inside = ~np.isneginf(trainer)
         gaps.append(
             ServerGap(
                 address=address,
                 fixed=compare(np.concatenate(report.fixed_logprobs), fixed.logprobs),
-                sampled=compare(engine, trainer),
+                sampled=compare(engine[inside], trainer[inside]),
             )
         )
     return gaps

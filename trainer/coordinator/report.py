@@ -31,11 +31,14 @@ def staleness_of(result: StepResult) -> StalenessStatistics:
 def token_use(result: StepResult) -> TokenUse:
     """What became of the batch's tokens, for the waste ledger.
 
-    A step without an optimizer step trains on nothing, but its tokens were not rejected for that.
+    A step without an optimizer step trains on nothing, but its tokens were not rejected for that. Tokens of filtered
+    groups that stay in the batch for the critics count as rejected.
     """
     counts = count_classes(result.decisions.classes)
     return TokenUse(
-        trained=counts.trained, stale=counts.stale, rejected=counts.rejected_token + counts.rejected_sequence
+        trained=counts.trained,
+        stale=counts.stale,
+        rejected=counts.rejected_token + counts.rejected_sequence + counts.filtered,
     )
 
 
@@ -93,6 +96,7 @@ def _token_metrics(counts: TokenClassCounts) -> Metrics:
         "tokens/trained": float(counts.trained),
         "tokens/stale": float(counts.stale),
         "tokens/rejected": float(counts.rejected_token + counts.rejected_sequence),
+        "tokens/filtered": float(counts.filtered),
     }
 
 
@@ -109,6 +113,8 @@ def _mismatch_metrics(result: StepResult) -> Metrics:
         "mismatch/below_share": mismatch.counts.num_below / max(1, mismatch.counts.num_tokens),
         "mismatch/above_share": mismatch.counts.num_above / max(1, mismatch.counts.num_tokens),
         "mismatch/non_finite_tokens": float(mismatch.counts.num_non_finite),
+        "mismatch/outside_kept_share": float(np.isneginf(result.proximal_logprobs).mean()),
+        "mismatch/rejected_responses": float(mismatch.counts.num_rejected_sequences),
     }
     for staleness in range(int(age.max()) + 1):
         chosen = mismatch.measured & (age == staleness)
@@ -131,6 +137,8 @@ def _critic_metrics(result: StepResult) -> Metrics:
             for index, own in enumerate(sums)
         }
         row |= {f"critic_{index}/bias_{name}": own.bias for index, own in enumerate(sums)}
+    if not len(result.values):
+        return row
     quantiles = value_std_quantiles(result.decisions.value_std)
     row |= {
         f"value_std/p{percent}": value for percent, value in zip((10, 20, 50, 80, 90), quantiles, strict=True)

@@ -13,6 +13,7 @@ from asyppo_async.errors import FleetOverloaded
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.draws import Draw, Fate
 from asyppo_async.trainer.coordinator.rewards import Failed, Late, RewardPool, Scored
+from asyppo_async.trainer.coordinator.selection import teaches_nothing
 from asyppo_async.trainer.coordinator.waits import Waits
 from asyppo_async.types import Group, Prompt, Response, SamplingParams, Trajectory
 
@@ -55,6 +56,8 @@ class RolloutSettings:
     group_size: int
     sampling: SamplingParams
     group_deadline_s: float
+    filter_groups: bool = False
+    """Groups that are all right or all wrong are thrown away and replaced."""
 
 
 class Rollouts:
@@ -71,7 +74,9 @@ class Rollouts:
         settings: RolloutSettings,
         changed: asyncio.Condition,
         waits: Waits,
+        on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
+        """`on_group`: called with every group that is complete and rewarded, whatever becomes of it."""
         self._core = core
         self._prompts = prompts
         self._generator = generator
@@ -80,6 +85,7 @@ class Rollouts:
         self._settings = settings
         self._changed = changed
         self._waits = waits
+        self._on_group = on_group
         self._groups: dict[int, Group] = {}
         self.lost_members: dict[str, int] = {}
         """Responses that were lost, by reason, over the run."""
@@ -87,6 +93,10 @@ class Rollouts:
     def take(self, draws: Sequence[Draw]) -> list[Group]:
         """Hand over the finished groups of a chosen batch."""
         return [self._groups.pop(draw.draw_id) for draw in draws]
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The prompt of that id."""
+        return self._prompts[prompt_id]
 
     def forget(self, fates: Sequence[Fate]) -> None:
         """Let go of finished groups that the core gave back or dropped while they were queued."""
@@ -197,6 +207,9 @@ class Rollouts:
         async with self._changed:
             if not versions:
                 self._core.fail(draw, reason="all_members_lost", now_s=time.monotonic())
+            elif (reason := self._judge(group)) is not None:
+                self._core.record_tokens(draw, group.num_tokens)
+                self._core.filter(draw, reason=reason, now_s=time.monotonic())
             else:
                 answer = self._core.finish(
                     draw,
@@ -210,6 +223,10 @@ class Rollouts:
                     self._groups[draw.draw_id] = group
             self._changed.notify_all()
         self._waits.progress()
+
+    def _judge(self, group: Group) -> str | None:
+        self._on_group(group)
+        return teaches_nothing(group) if self._settings.filter_groups else None
 
     async def _fail(self, draw: Draw, reason: str) -> None:
         async with self._changed:

@@ -8,34 +8,28 @@ critic_ahead  post, with the critics already on the batch of step v + 1 while th
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from asyppo_async.algorithms.group_advantages import mixed_groups
 from asyppo_async.algorithms.mismatch import MismatchCorrection
 from asyppo_async.config.sections import TrainConfig
-from asyppo_async.trainer.coordinator.arithmetic import (
-    TokenDecisions,
-    actor_request,
-    critic_requests,
-    decide_tokens,
-)
+from asyppo_async.trainer.coordinator.arithmetic import TokenDecisions, actor_request, decide_tokens
 from asyppo_async.trainer.coordinator.batch import Batch
+from asyppo_async.trainer.coordinator.critic_side import Critic, CriticPart, CriticSide, CriticValues
+from asyppo_async.trainer.coordinator.estimators import Baselines
+from asyppo_async.trainer.coordinator.loss_terms import proximal_by_age
+from asyppo_async.trainer.coordinator.memory import StepMemory
+from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.staleness import token_bound
 from asyppo_async.trainer.coordinator.trace import Trace
-from asyppo_async.trainer.worker.messages import (
-    ActorForward,
-    ActorForwardResult,
-    ActorTrain,
-    CriticForward,
-    CriticForwardResult,
-    CriticTrain,
-    TrainResult,
-)
-from asyppo_async.types import Float32Array
+from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult, ActorTrain, TrainResult
+from asyppo_async.types import BoolArray, Float32Array, Prompt
 
 BatchAhead = Callable[[], Awaitable[Batch | None]]
 """Waits for the batch of the next step; None if there is none."""
@@ -49,24 +43,14 @@ class Actor(Protocol):
     async def train(self, request: ActorTrain) -> TrainResult: ...
 
 
-class Critic(Protocol):
-    """A critic group, as a step sees it."""
-
-    async def forward(self, request: CriticForward) -> CriticForwardResult: ...
-
-    async def train(self, request: CriticTrain) -> TrainResult: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticPart:
-    """What the critics gave for one batch."""
+class Proximal:
+    """The actor's view of the batch at the start of the step."""
 
-    values_before: NDArray[np.float32] | None
-    """[M, N] before their update, where it was needed."""
-    values: NDArray[np.float32]
-    """[M, N] that the advantages are made from."""
-    results: tuple[TrainResult, ...]
-    """One per critic."""
+    logprobs: Float32Array
+    """[N]"""
+    entropies: Float32Array
+    """[N]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +74,24 @@ class StepResult:
 class StepRunner:
     """Runs steps over an actor group and M critic groups."""
 
-    def __init__(self, config: TrainConfig, actor: Actor, critics: tuple[Critic, ...]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        actor: Actor,
+        critics: tuple[Critic, ...],
+        table: PromptTable | None = None,
+    ) -> None:
+        """`table`: of the prompts' running values; one is made if it is needed and not shared."""
         self._config = config
         self._actor = actor
-        self._critics = critics
+        self._critics = CriticSide(config, critics)
+        self._table = table or PromptTable(config.selection)
+        self._memory = StepMemory()
         self._ahead: tuple[int, CriticPart] | None = None
+
+    async def start_values(self, prompts: Sequence[Prompt], step: int, trace: Trace) -> dict[str, float]:
+        """V(s_0) of prompts by id, for the sampler."""
+        return await self._critics.start_values(prompts, step, trace)
 
     async def run(self, batch: Batch, trace: Trace, batch_ahead: BatchAhead) -> StepResult:
         """One step by the configured schedule.
@@ -105,10 +102,16 @@ class StepRunner:
             batch_ahead: Read by `critic_ahead` only.
         """
         if self._config.algorithm.schedule == "pre":
-            return await self._pre(batch, trace)
-        if self._config.algorithm.schedule == "post":
-            return await self._post(batch, trace)
-        return await self._critic_ahead(batch, trace, batch_ahead)
+            result = await self._pre(batch, trace)
+        elif self._config.algorithm.schedule == "post":
+            result = await self._post(batch, trace)
+        else:
+            result = await self._critic_ahead(batch, trace, batch_ahead)
+        self._memory = result.decisions.memory
+        if result.actor is not None:
+            moved = [update.kl_proximal for update in result.actor.steps if not update.skipped]
+            self._table.advance(float(np.nansum(moved)) / max(1, len(moved)))
+        return result
 
     async def _post(self, batch: Batch, trace: Trace) -> StepResult:
         if self._config.algorithm.critic_trains_on == "kept":
@@ -125,16 +128,16 @@ class StepRunner:
 
     async def _pre(self, batch: Batch, trace: Trace) -> StepResult:
         async with asyncio.TaskGroup() as tasks:
-            values_task = tasks.create_task(self._values(batch, trace))
+            values_task = tasks.create_task(self._critics.values(batch, trace))
             proximal_task = tasks.create_task(self._proximal(batch, trace))
         values, proximal = values_task.result(), proximal_task.result()
         decisions = await self._decide(batch, trace, values, proximal)
         async with asyncio.TaskGroup() as tasks:
             actor_task = tasks.create_task(self._train_actor(batch, trace, decisions, proximal))
             critic_task = tasks.create_task(
-                self._train_critics(batch, trace, values, decisions.masks.value.numpy())
+                self._critics.train(batch, trace, values.of_tokens, decisions.masks.value.numpy())
             )
-        critic_part = CriticPart(values_before=values, values=values, results=critic_task.result())
+        critic_part = CriticPart(values_before=values.of_tokens, values=values, results=critic_task.result())
         return _result(batch, critic_part, proximal, decisions, actor_task.result())
 
     async def _critic_ahead(self, batch: Batch, trace: Trace, batch_ahead: BatchAhead) -> StepResult:
@@ -159,48 +162,75 @@ class StepRunner:
         if following is not None:
             self._ahead = (following.step, await self._critic_part(following, trace, None))
 
-    async def _critic_part(self, batch: Batch, trace: Trace, proximal: Float32Array | None) -> CriticPart:
+    async def _critic_part(self, batch: Batch, trace: Trace, proximal: Proximal | None) -> CriticPart:
         """Critics first: update on the batch, then values of the batch."""
         algorithm = self._config.algorithm
+        before_serves = algorithm.advantage_values == "pre"
         needs_values = (
-            algorithm.lambda_critic < 1 or self._config.critic.value_clip is not None or proximal is not None
+            algorithm.lambda_critic < 1
+            or self._config.critic.value_clip is not None
+            or proximal is not None
+            or before_serves
         )
-        before = await self._values(batch, trace) if needs_values else None
+        before = await self._critics.values(batch, trace) if needs_values else None
+        trained = np.ones(batch.sequences.num_response_tokens, dtype=np.bool_)
         if proximal is not None and before is not None:
             trained = (await self._decide(batch, trace, before, proximal)).masks.value.numpy()
-        else:
-            trained = np.ones(batch.sequences.num_response_tokens, dtype=np.bool_)
-        results = await self._train_critics(batch, trace, before, trained)
-        return CriticPart(values_before=before, values=await self._values(batch, trace), results=results)
+        old = None if before is None else before.of_tokens
+        results = await self._critics.train(batch, trace, old, trained)
+        values = before if before_serves else None
+        return CriticPart(
+            values_before=old, values=values or await self._critics.values(batch, trace), results=results
+        )
 
-    async def _proximal(self, batch: Batch, trace: Trace) -> Float32Array:
-        request = ActorForward(sequences=batch.sequences, temperature=self._config.sampling.temperature)
+    async def _proximal(self, batch: Batch, trace: Trace) -> Proximal:
+        sampling = self._config.sampling
+        request = ActorForward(
+            sequences=batch.sequences,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
         with trace.span("actor_forward", batch.step):
-            return (await self._actor.forward(request)).logprobs
-
-    async def _values(self, batch: Batch, trace: Trace) -> NDArray[np.float32]:
-        request = CriticForward(sequences=batch.sequences)
-
-        async def of(critic: Critic) -> Float32Array:
-            with trace.span("critic_forward", batch.step):
-                return (await critic.forward(request)).values
-
-        async with asyncio.TaskGroup() as tasks:
-            values = [tasks.create_task(of(critic)) for critic in self._critics]
-        return np.stack([value.result() for value in values])
+            result = await self._actor.forward(request)
+        logprobs = result.logprobs
+        if self._config.algorithm.proximal == "a3po":
+            logprobs = proximal_by_age(batch, logprobs)
+        return Proximal(logprobs=logprobs, entropies=result.entropies)
 
     async def _decide(
-        self, batch: Batch, trace: Trace, values: NDArray[np.float32], proximal: Float32Array
+        self, batch: Batch, trace: Trace, values: CriticValues, proximal: Proximal
     ) -> TokenDecisions:
-        staleness = self._config.staleness
-        stale = batch.versions < token_bound(step=batch.step, max_staleness=staleness.max_staleness)
+        config = self._config
+        stale = batch.versions < token_bound(step=batch.step, max_staleness=config.staleness.max_staleness)
+        baselines = Baselines(
+            values=values.of_tokens,
+            end_values=values.of_ends,
+            priors=self._table.take(batch) if config.algorithm.estimator == "spo" else None,
+        )
         with trace.span("arithmetic", batch.step):
             return await asyncio.to_thread(
-                decide_tokens, batch, values, proximal, stale=stale, algorithm=self._config.algorithm
+                decide_tokens,
+                batch,
+                values.of_tokens,
+                proximal.logprobs,
+                stale=stale,
+                algorithm=config.algorithm,
+                baselines=baselines,
+                filtered=self._filtered(batch),
+                entropies=proximal.entropies,
+                seed=config.run.seed,
+                memory=self._memory,
             )
 
+    def _filtered(self, batch: Batch) -> BoolArray | None:
+        if self._config.selection.group_filter != "mask":
+            return None
+        mixed = mixed_groups(torch.from_numpy(batch.correct), torch.from_numpy(batch.group_ids))
+        return np.asarray(~mixed.numpy())
+
     async def _train_actor(
-        self, batch: Batch, trace: Trace, decisions: TokenDecisions, proximal: Float32Array
+        self, batch: Batch, trace: Trace, decisions: TokenDecisions, proximal: Proximal
     ) -> TrainResult | None:
         if not decisions.trainable:
             return None
@@ -209,7 +239,7 @@ class StepRunner:
             actor_request,
             batch,
             decisions,
-            proximal,
+            proximal.logprobs,
             algorithm=config.algorithm,
             actor=config.actor,
             sampling=config.sampling,
@@ -218,51 +248,19 @@ class StepRunner:
         with trace.span("actor_train", batch.step):
             return await self._actor.train(request)
 
-    async def _train_critics(
-        self,
-        batch: Batch,
-        trace: Trace,
-        values: NDArray[np.float32] | None,
-        trained: NDArray[np.bool_],
-    ) -> tuple[TrainResult, ...]:
-        config = self._config
-        if values is None:
-            shape = (len(self._critics), batch.sequences.num_response_tokens)
-            values = np.zeros(shape, dtype=np.float32)
-        requests = await asyncio.to_thread(
-            critic_requests,
-            batch,
-            values=values,
-            trained=trained,
-            algorithm=config.algorithm,
-            critic=config.critic,
-            seed=config.run.seed,
-        )
-
-        async def of(critic: Critic, request: CriticTrain) -> TrainResult:
-            with trace.span("critic_train", batch.step):
-                return await critic.train(request)
-
-        async with asyncio.TaskGroup() as tasks:
-            results = [
-                tasks.create_task(of(critic, request))
-                for critic, request in zip(self._critics, requests, strict=True)
-            ]
-        return tuple(result.result() for result in results)
-
 
 def _result(
     batch: Batch,
     critic_part: CriticPart,
-    proximal: Float32Array,
+    proximal: Proximal,
     decisions: TokenDecisions,
     actor: TrainResult | None,
 ) -> StepResult:
     return StepResult(
         batch=batch,
         values_before=critic_part.values_before,
-        values=critic_part.values,
-        proximal_logprobs=proximal,
+        values=critic_part.values.of_tokens,
+        proximal_logprobs=proximal.logprobs,
         decisions=decisions,
         critics=critic_part.results,
         actor=actor,

@@ -137,9 +137,7 @@ class Actor:
         counted = acted
         if request.loss.of_whole_responses:
             counted = (
-                torch.ones_like(acted)
-                if request.counted is None
-                else self._tensor(request.counted[tokens])
+                torch.ones_like(acted) if request.counted is None else self._tensor(request.counted[tokens])
             )
         used = acted | counted
         reference = self._tensor(request.proximal_logprobs[tokens])

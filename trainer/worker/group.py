@@ -87,6 +87,8 @@ def specs_of(
     specs = []
     for index in range(-1, critic.count):
         section = actor if index < 0 else critic
+        if section.model is None:
+            raise ConfigError(f"critic.model is missing, and critic.count is {critic.count}")
         settings = WorkerSettings(
             role="actor" if index < 0 else "critic",
             model=str(section.model.absolute()),

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyppo_async.algorithms.policy_losses import PolicyLoss
+from asyppo_async.algorithms.policy_losses import PPO, PolicyLoss
 from asyppo_async.types import BoolArray, Float32Array, Int32Array, TokenSequences
 
 Float64Array = NDArray[np.float64]
@@ -126,7 +126,7 @@ class ActorTrain:
     clip_low: float
     clip_high: float
     entropy_coefficient: float
-    loss: PolicyLoss = PolicyLoss()
+    loss: PolicyLoss = PPO
     counted: BoolArray | None = None
     """[sum T] tokens that the mean log ratio of a response is over; None: all, or none is asked for."""
     kl_coefficient: float = 0.0
