@@ -3,7 +3,7 @@
 Where papers leave a choice open, the choice is a key here; `docs/algorithms.md` lists them all.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -54,8 +54,8 @@ class AlgorithmSection(Section):
 
     estimator: Estimator = "gae"
     """Where advantages come from: critics (gae, evpo), the group, the batch, or a table of prompts (spo)."""
-    lambda_actor: float | None = Field(default=1.0, ge=0, le=1)
-    """GAE lambda of the advantages; none: length-adaptive, 1 - 1 / (alpha T)."""
+    lambda_actor: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = 1.0
+    """GAE lambda of the advantages; `adaptive`: 1 - 1 / (alpha T) for each response of T tokens."""
     lambda_alpha: float = Field(default=1.5, gt=0)
     lambda_critic: float = Field(default=1.0, ge=0, le=1)
     """1: Monte Carlo returns as the critics' targets."""

@@ -73,7 +73,9 @@ def _load_preset(name: str) -> Tree:
     file = resources.files("asyppo_async.config.presets") / f"{name}.toml"
     if not file.is_file():
         raise ConfigError(f"unknown preset {name!r}{_nearest(name, preset_names())}")
-    return cast(Tree, tomllib.loads(file.read_text(encoding="utf-8")))
+    tree = cast(Tree, tomllib.loads(file.read_text(encoding="utf-8")))
+    base = tree.pop("preset", None)  # a preset may say only how it differs from another one
+    return tree if base is None else _merge(_load_preset(str(base)), tree)
 
 
 def _merge(base: Tree, over: Mapping[str, object]) -> Tree:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from asyppo_async.algorithms.critics import split_groups
 from asyppo_async.algorithms.group_advantages import overlong_penalty
+from asyppo_async.config.sections import TrainConfig
 from asyppo_async.types import (
     BoolArray,
     Float32Array,
@@ -76,6 +77,24 @@ class Batch:
         for critic, rows in enumerate(self.critic_shares):
             seen[critic, rows] = True
         return seen
+
+
+def batch_of(step: int, groups: Sequence[Group], config: TrainConfig) -> Batch:
+    """`build_batch` as a run's settings say."""
+    algorithm, critic = config.algorithm, config.critic
+    return build_batch(
+        step,
+        groups,
+        num_critics=critic.count,
+        critic_data=critic.data,
+        small_groups=critic.small_groups,
+        seed=config.run.seed,
+        shaping=Shaping(
+            truncated_reward=-1.0 if algorithm.truncated == "finished" else None,
+            overlong_cache_tokens=algorithm.overlong_cache_tokens,
+            max_tokens=config.sampling.max_tokens,
+        ),
+    )
 
 
 def build_batch(

@@ -134,7 +134,7 @@ def _from_critics(
         ).advantages
     lambda_ = (
         length_adaptive_lambda(lengths, algorithm.lambda_alpha)
-        if algorithm.lambda_actor is None
+        if algorithm.lambda_actor == "adaptive"
         else algorithm.lambda_actor
     )
     return gae(ends.rewards, values, lengths, lambda_, bootstrap_values=ends.bootstrap_values)

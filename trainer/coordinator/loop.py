@@ -13,7 +13,7 @@ from typing import Protocol
 
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.metrics import Metrics, merge
-from asyppo_async.trainer.coordinator.batch import Batch, Shaping, build_batch
+from asyppo_async.trainer.coordinator.batch import Batch, batch_of
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.decisions import StepReport
 from asyppo_async.trainer.coordinator.evaluation import Evaluation, PinnedVersion
@@ -165,26 +165,9 @@ class TrainingLoop:
             return self._batches[chosen.step]
         groups = self._rollouts.take([draw.draw for draw in chosen.draws])
         self._changed.notify_all()  # the batch left the queue: there may be room for admissions
-        batch = await asyncio.to_thread(
-            build_batch,
-            chosen.step,
-            groups,
-            num_critics=self._config.critic.count,
-            critic_data=self._config.critic.data,
-            small_groups=self._config.critic.small_groups,
-            shaping=self._shaping(),
-            seed=self._config.run.seed,
-        )
+        batch = await asyncio.to_thread(batch_of, chosen.step, groups, self._config)
         self._batches[chosen.step] = batch
         return batch
-
-    def _shaping(self) -> Shaping:
-        algorithm = self._config.algorithm
-        return Shaping(
-            truncated_reward=-1.0 if algorithm.truncated == "finished" else None,
-            overlong_cache_tokens=algorithm.overlong_cache_tokens,
-            max_tokens=self._config.sampling.max_tokens,
-        )
 
     async def _inform_selection(self, result: StepResult, trace: Trace) -> None:
         """Tell the sampler that a step has ended, and score what it will consider next."""
