@@ -55,7 +55,7 @@ def config_from_tree(tree: Tree, overrides: Sequence[str] = (), source: str = "c
         tree = _merge(tree, _parse_override(override))
     preset = tree.pop("preset", None)
     if preset is not None:
-        tree = _merge(_load_preset(str(preset)), tree)
+        tree = _merge(load_preset(str(preset)), tree)
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
@@ -69,13 +69,14 @@ def dump_config(config: TrainConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _load_preset(name: str) -> Tree:
+def load_preset(name: str) -> Tree:
+    """What a preset says, with what it builds on."""
     file = resources.files("asyppo_async.config.presets") / f"{name}.toml"
     if not file.is_file():
         raise ConfigError(f"unknown preset {name!r}{_nearest(name, preset_names())}")
     tree = cast(Tree, tomllib.loads(file.read_text(encoding="utf-8")))
     base = tree.pop("preset", None)  # a preset may say only how it differs from another one
-    return tree if base is None else _merge(_load_preset(str(base)), tree)
+    return tree if base is None else _merge(load_preset(str(base)), tree)
 
 
 def _merge(base: Tree, over: Mapping[str, object]) -> Tree:
