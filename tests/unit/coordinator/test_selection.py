@@ -139,7 +139,7 @@ def test_spo_draws_by_the_uncertainty_of_the_table_and_forgets_as_the_policy_mov
     table.advance(10.0)
     wrong = batch_of(1, [make_group(0, [1], [-1.0])], config)
     table.take(wrong)
-    # 200 right answers at .96 add up to alpha = 25; the policy has moved, so they are forgotten by .875 before the next.
+    # 200 right answers at .96 make alpha = 25; the policy has moved, so they are forgotten by .875.
     assert table.value_of("p0") == pytest.approx(0.875 * 25 / (0.875 * 25 + 1), abs=1e-3)
 
 
