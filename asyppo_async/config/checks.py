@@ -16,7 +16,7 @@ WEIGHTING = ("icepop", "tis", "clamp", "importance")
 
 def check_config(config: TrainConfig, source: str) -> None:
     """Raise `ConfigError` for the first contradiction between settings of different keys."""
-    for rules in (_sampling, _critics, _advantages, _losses, _selection, _sizes):
+    for rules in (_sampling, _critics, _critics_data, _advantages, _losses, _selection, _sizes):
         for wrong, reason in rules(config):
             if wrong:
                 raise ConfigError(f"{source}: {reason}")
@@ -46,7 +46,6 @@ def _critics(config: TrainConfig) -> Rules:
     )
     needs_critics = algorithm.estimator in FROM_CRITICS
     reads_critics = needs_critics or selection.prompts in ("daps", "pcl") or selects_by_std
-    exclusive = critic.count >= 2 and critic.data != "shared" and critic.small_groups == "rotate"
     return [
         (
             needs_critics and critic.count == 0,
@@ -68,6 +67,13 @@ def _critics(config: TrainConfig) -> Rules:
             "does; use critic.count = 0",
         ),
         (critic.count > 0 and critic.model is None, "critic.model is missing, and critic.count is not 0"),
+    ]
+
+
+def _critics_data(config: TrainConfig) -> Rules:
+    algorithm, critic = config.algorithm, config.critic
+    exclusive = critic.count >= 2 and critic.data != "shared" and critic.small_groups == "rotate"
+    return [
         (
             critic.count > config.batch.group_size
             and critic.data == "group_split"

@@ -13,10 +13,11 @@ import torch
 from asyppo_async.config.sections import ActorSection, CriticSection, TrainConfig
 from asyppo_async.metrics import Metrics
 from asyppo_async.trainer.coordinator.batch import batch_of
+from asyppo_async.trainer.coordinator.prompt_choices import teaches_nothing
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.report import step_metrics
 from asyppo_async.trainer.coordinator.sampler import EpochSampler, Sampler
-from asyppo_async.trainer.coordinator.selection import open_selection, teaches_nothing
+from asyppo_async.trainer.coordinator.selection import open_selection
 from asyppo_async.trainer.coordinator.step import StepResult, StepRunner
 from asyppo_async.trainer.coordinator.trace import Trace
 from asyppo_async.trainer.worker.actor import Actor

@@ -17,7 +17,6 @@ from asyppo_async.algorithms.critics import ValueStdMasks, value_std
 from asyppo_async.algorithms.mismatch import MismatchCorrection
 from asyppo_async.algorithms.packed import spread
 from asyppo_async.algorithms.token_classes import TokenMasks, classify_tokens, token_masks
-from asyppo_async.algorithms.token_selection import TokenSelection, choose_scores, select_tokens
 from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.sections import ActorSection, CriticSection, SamplingSection
 from asyppo_async.trainer.coordinator.batch import Batch, select_sequences, token_rows
@@ -31,6 +30,7 @@ from asyppo_async.trainer.coordinator.estimators import (
 from asyppo_async.trainer.coordinator.loss_terms import loss_of, positives_of, reference_of
 from asyppo_async.trainer.coordinator.memory import StepMemory
 from asyppo_async.trainer.coordinator.mini_batches import plan_mini_batches
+from asyppo_async.trainer.coordinator.token_choice import choose_tokens
 from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain
 from asyppo_async.types import BoolArray, Float32Array
 
@@ -89,20 +89,17 @@ def decide_tokens(
         memory: Of the steps before.
     """
     lengths = torch.from_numpy(batch.lengths)
-    known = memory or StepMemory()
     unfiltered = torch.ones(len(stale), dtype=torch.bool)
     if filtered is not None:
         unfiltered = ~spread(torch.from_numpy(filtered), lengths)
-    mismatch = mismatch_of(batch, proximal_logprobs, algorithm)
-    advantages = advantages_of(
-        batch, baselines or Baselines(values=values), algorithm, counted=unfiltered, memory=known
+    mismatch, advantages, known = _advantages(
+        batch,
+        baselines or Baselines(values=values),
+        proximal_logprobs,
+        counted=unfiltered,
+        algorithm=algorithm,
+        memory=memory or StepMemory(),
     )
-    if algorithm.group_entropy_scaling:
-        proximal = torch.from_numpy(np.require(proximal_logprobs, requirements="W"))
-        advantages, known = scaled_by_entropy(batch, advantages, proximal, mismatch.measured, known)
-    if algorithm.value_aggregation == "confidence":
-        known = calibrated(batch, values, algorithm, known)
-    mismatch = by_advantage(batch, mismatch, advantages, algorithm)
     classes = classify_tokens(
         lengths,
         stale=torch.from_numpy(stale),
@@ -116,7 +113,7 @@ def decide_tokens(
     std = torch.zeros(len(stale))
     if len(values):
         std = value_std(torch.from_numpy(values), sample=algorithm.value_std_sample)
-    std_masks = _select(batch, std, masks, entropies, algorithm=algorithm, seed=seed)
+    std_masks = choose_tokens(batch, std, masks, entropies, algorithm=algorithm, seed=seed)
     shares = token_weights(algorithm.aggregation, lengths, masks.denominator)
     zero = torch.zeros_like(shares)
     return TokenDecisions(
@@ -231,47 +228,24 @@ def critic_requests(
     return requests
 
 
-def _select(
+def _advantages(
     batch: Batch,
-    std: torch.Tensor,
-    masks: TokenMasks,
-    entropies: Float32Array | None,
+    baselines: Baselines,
+    proximal_logprobs: Float32Array,
     *,
+    counted: torch.Tensor,
     algorithm: AlgorithmSection,
-    seed: int,
-) -> ValueStdMasks:
-    """AsyPPO's advantage mask and entropy filter, or an ablation of either, over the ranked tokens."""
-    lengths = torch.from_numpy(batch.lengths)
-    surprise = None if entropies is None else torch.from_numpy(np.require(entropies, requirements="W"))
-
-    def select(purpose: str) -> TokenSelection:
-        is_mask = purpose == "advantage"
-        share = algorithm.advantage_mask_share if is_mask else algorithm.entropy_filter_share
-        scores = choose_scores(
-            algorithm.advantage_mask_by if is_mask else algorithm.entropy_filter_by,
-            value_std=std,
-            entropies=surprise,
-            seed=seed,
-            step=batch.step,
-            purpose=purpose,
-        )
-        return select_tokens(
-            scores if share > 0 else None,
-            share,
-            algorithm.advantage_mask_end if is_mask else algorithm.entropy_filter_end,
-            valid=masks.ranking,
-            scope=algorithm.selection_scope,
-            lengths=lengths,
-        )
-
-    masked, filtered = select("advantage"), select("entropy")
-    return ValueStdMasks(
-        advantage_keep=masks.ranking & ~masked.selected,
-        entropy_keep=masks.ranking & ~filtered.selected,
-        num_advantage_masked=masked.count,
-        num_entropy_filtered=filtered.count,
-        degenerate=masked.degenerate or filtered.degenerate,
-    )
+    memory: StepMemory,
+) -> tuple[MismatchCorrection, torch.Tensor, StepMemory]:
+    """Correction, [N] advantages, and what is remembered; what looks at both is applied to both."""
+    mismatch = mismatch_of(batch, proximal_logprobs, algorithm)
+    advantages = advantages_of(batch, baselines, algorithm, counted=counted, memory=memory)
+    if algorithm.group_entropy_scaling:
+        proximal = torch.from_numpy(np.require(proximal_logprobs, requirements="W"))
+        advantages, memory = scaled_by_entropy(batch, advantages, proximal, mismatch.measured, memory)
+    if algorithm.value_aggregation == "confidence":
+        memory = calibrated(batch, baselines.values, algorithm, memory)
+    return by_advantage(batch, mismatch, advantages, algorithm), advantages, memory
 
 
 def _float32(tensor: torch.Tensor) -> Float32Array:

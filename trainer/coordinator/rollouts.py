@@ -12,8 +12,8 @@ import numpy as np
 from asyppo_async.errors import FleetOverloaded
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.draws import Draw, Fate
+from asyppo_async.trainer.coordinator.prompt_choices import teaches_nothing
 from asyppo_async.trainer.coordinator.rewards import Failed, Late, RewardPool, Scored
-from asyppo_async.trainer.coordinator.selection import teaches_nothing
 from asyppo_async.trainer.coordinator.waits import Waits
 from asyppo_async.types import Group, Prompt, Response, SamplingParams, Trajectory
 

@@ -11,16 +11,12 @@ from asyppo_async.config.sections import TrainConfig
 from asyppo_async.tasks.protocol import TaskSpec
 from asyppo_async.trainer.coordinator.batch import batch_of
 from asyppo_async.trainer.coordinator.core import DecisionCore
+from asyppo_async.trainer.coordinator.prompt_choices import num_correct, teaches_nothing
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.rewards import RewardPool
 from asyppo_async.trainer.coordinator.rollouts import Generated, Rollouts, RolloutSettings
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
-from asyppo_async.trainer.coordinator.selection import (
-    SelectingSampler,
-    num_correct,
-    open_selection,
-    teaches_nothing,
-)
+from asyppo_async.trainer.coordinator.selection import SelectingSampler, open_selection
 from asyppo_async.trainer.coordinator.waits import Waits
 from asyppo_async.trainer.run import decision_settings
 from asyppo_async.types import Prompt, Response, SamplingParams
