@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from asyppo_async.algorithms.advantages import value_targets
 from asyppo_async.algorithms.aggregation import token_weights
+from asyppo_async.algorithms.composition import entropy_coefficients, policy_coefficients
 from asyppo_async.algorithms.critics import ValueStdMasks, value_std
 from asyppo_async.algorithms.mismatch import MismatchCorrection
 from asyppo_async.algorithms.packed import spread
@@ -89,33 +90,27 @@ def decide_tokens(
         memory: Of the steps before.
     """
     lengths = torch.from_numpy(batch.lengths)
-    unfiltered = torch.ones(len(stale), dtype=torch.bool)
-    if filtered is not None:
-        unfiltered = ~spread(torch.from_numpy(filtered), lengths)
+    out = torch.zeros(len(lengths), dtype=torch.bool) if filtered is None else torch.from_numpy(filtered)
     mismatch, advantages, known = _advantages(
         batch,
         baselines or Baselines(values=values),
         proximal_logprobs,
-        counted=unfiltered,
+        counted=~spread(out, lengths),
         algorithm=algorithm,
         memory=memory or StepMemory(),
     )
     classes = classify_tokens(
         lengths,
         stale=torch.from_numpy(stale),
-        filtered_responses=None if filtered is None else torch.from_numpy(filtered),
+        filtered_responses=out,
         keep_sequences=mismatch.keep_sequences,
         keep_tokens=mismatch.keep_tokens,
     )
-    masks = token_masks(
-        classes, critic_trains_on=algorithm.critic_trains_on, renormalise=algorithm.renormalise
-    )
-    std = torch.zeros(len(stale))
-    if len(values):
-        std = value_std(torch.from_numpy(values), sample=algorithm.value_std_sample)
+    masks = _masks(classes, algorithm)
+    std = _value_std(values, algorithm)
     std_masks = choose_tokens(batch, std, masks, entropies, algorithm=algorithm, seed=seed)
     shares = token_weights(algorithm.aggregation, lengths, masks.denominator)
-    zero = torch.zeros_like(shares)
+    weights = shares * mismatch.weights.to(shares.dtype)
     return TokenDecisions(
         advantages=advantages,
         value_std=std,
@@ -123,10 +118,8 @@ def decide_tokens(
         mismatch=mismatch,
         classes=classes,
         masks=masks,
-        policy_weights=torch.where(
-            masks.policy & std_masks.advantage_keep, shares * mismatch.weights.to(shares.dtype), zero
-        ),
-        entropy_weights=torch.where(masks.entropy & std_masks.entropy_keep, shares, zero),
+        policy_weights=policy_coefficients(masks, weights, std_masks.advantage_keep),
+        entropy_weights=shares.where(entropy_coefficients(masks, std_masks.entropy_keep), 0.0),
         memory=known,
     )
 
@@ -226,6 +219,19 @@ def critic_requests(
             )
         )
     return requests
+
+
+def _masks(classes: torch.Tensor, algorithm: AlgorithmSection) -> TokenMasks:
+    return token_masks(
+        classes, critic_trains_on=algorithm.critic_trains_on, renormalise=algorithm.renormalise
+    )
+
+
+def _value_std(values: NDArray[np.float32], algorithm: AlgorithmSection) -> torch.Tensor:
+    """[N] of [M, N]; 0 without critics."""
+    if not len(values):
+        return torch.zeros(values.shape[1])
+    return value_std(torch.from_numpy(values), sample=algorithm.value_std_sample)
 
 
 def _advantages(
