@@ -40,8 +40,13 @@ def scenario_of(settings: DecisionSettings, **changes: object) -> Scenario:
         settings=settings,
         num_prompts=400,
         num_epochs=None,
-        servers=(ServerPlan(num_slots=32, base_s=0.05, per_sequence_s=0.0, joins_s=0.0),) * 2,
-        lengths=LengthPlan(median_tokens=100, prompt_sigma=1.0, member_sigma=0.2, max_tokens=20_000),
+        servers=(
+            ServerPlan(num_slots=32, base_s=0.05, per_sequence_s=0.0, prefill_s_per_token=0.0, joins_s=0.0),
+        )
+        * 2,
+        lengths=LengthPlan(
+            median_tokens=100, prompt_sigma=1.0, member_sigma=0.2, max_tokens=20_000, prompt_tokens=0
+        ),
         step_s=10.0,
         step_s_per_token=0.0,
         skipped_fraction=0.0,
@@ -49,6 +54,8 @@ def scenario_of(settings: DecisionSettings, **changes: object) -> Scenario:
         publication_s=1.0,
         pause_s=0.1,
         publication_blocks_trainer=False,
+        kv_on_update="keep",
+        members_apart=True,
         failed_publication_fraction=0.0,
         filtered_fraction=0.0,
         failed_reward_fraction=0.0,
@@ -99,7 +106,9 @@ def test_run_when_limits_are_of_any_size_neither_stalls_nor_passes_the_bound(
         max_concurrent_groups=max_concurrent_groups,
         num_steps=6,
     )
-    plan = ServerPlan(num_slots=num_slots, base_s=0.05, per_sequence_s=0.0, joins_s=0.0)
+    plan = ServerPlan(
+        num_slots=num_slots, base_s=0.05, per_sequence_s=0.0, prefill_s_per_token=0.0, joins_s=0.0
+    )
     run(scenario_of(settings, servers=(plan,) * num_servers, seed=seed))
 
 
@@ -132,7 +141,7 @@ def test_age_when_batches_are_chosen_a_step_ahead_is_that_of_the_step_that_train
     outcome = world.run()
     audit(outcome)
     seen = [step.staleness for step in outcome.steps]
-    assert world.core.max_staleness_seen == max(seen)
+    assert world.rule.max_staleness_seen == max(seen)
     assert max(seen) >= 1
     for step in outcome.steps:
         stale = sum(
@@ -162,7 +171,9 @@ def test_lengths_when_waited_for_are_those_of_the_data_set() -> None:
 
 @pytest.mark.report("P39")
 def test_lengths_when_stale_groups_are_dropped_shift_and_the_waste_is_reported() -> None:
-    lengths = LengthPlan(median_tokens=100, prompt_sigma=1.5, member_sigma=0.2, max_tokens=20_000)
+    lengths = LengthPlan(
+        median_tokens=100, prompt_sigma=1.5, member_sigma=0.2, max_tokens=20_000, prompt_tokens=0
+    )
     waited = run(scenario_of(settings_of(num_steps=60), lengths=lengths))
     dropped = run(scenario_of(settings_of(num_steps=60, on_stale="drop"), lengths=lengths))
     assert dropped.counts is not None
@@ -177,7 +188,9 @@ def test_lengths_when_stale_groups_are_dropped_shift_and_the_waste_is_reported()
 @pytest.mark.report("P40")
 def test_prompt_when_it_always_outlives_the_bound_is_retired_after_its_tries() -> None:
     """Responses of the slowest prompts last longer than (eta + 1) steps on every attempt."""
-    lengths = LengthPlan(median_tokens=60, prompt_sigma=1.6, member_sigma=0.0, max_tokens=20_000)
+    lengths = LengthPlan(
+        median_tokens=60, prompt_sigma=1.6, member_sigma=0.0, max_tokens=20_000, prompt_tokens=0
+    )
     settings = settings_of(on_stale="drop", max_staleness=1, max_attempts=2, num_steps=120)
     outcome = run(scenario_of(settings, lengths=lengths))
     assert outcome.counts is not None
@@ -232,7 +245,7 @@ def test_batch_when_every_group_is_filtered_ends_with_an_error_that_names_the_ca
     world = World(scenario_of(settings, filtered_fraction=1.0), debug=True)
     with pytest.raises(Stalled, match=r"step 0 cannot be filled.*equal_rewards \d+"):
         world.run()
-    assert 30 <= world.core.counts().issued <= 30 + 3 * settings.batch_size
+    assert 30 <= world.rule.counts().issued <= 30 + 3 * settings.batch_size
 
 
 @pytest.mark.report("P45")
