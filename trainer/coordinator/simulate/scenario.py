@@ -28,6 +28,41 @@ class ServerPlan:
     joins_s: float
     """0: there from the start."""
 
+    @classmethod
+    def from_rates(
+        cls,
+        *,
+        num_slots: int,
+        alone_tokens_per_s: float,
+        full_tokens_per_s: float,
+        prefill_tokens_per_s: float,
+    ) -> "ServerPlan":
+        """From the speed of one sequence alone, and of all together with every slot taken.
+
+        Raises:
+            ValueError: all together cannot be slower than one, or faster than as many alone.
+        """
+        if not alone_tokens_per_s <= full_tokens_per_s <= num_slots * alone_tokens_per_s:
+            raise ValueError(
+                f"{num_slots} sequences make between {alone_tokens_per_s:g} and "
+                f"{num_slots * alone_tokens_per_s:g} tokens/s if one alone makes {alone_tokens_per_s:g}, "
+                f"got {full_tokens_per_s:g}"
+            )
+        more = max(1, num_slots - 1)
+        per_sequence_s = (num_slots / full_tokens_per_s - 1 / alone_tokens_per_s) / more
+        return cls(
+            num_slots=num_slots,
+            base_s=1 / alone_tokens_per_s - per_sequence_s,
+            per_sequence_s=per_sequence_s,
+            prefill_s_per_token=1 / prefill_tokens_per_s,
+            joins_s=0.0,
+        )
+
+    @property
+    def full_tokens_per_s(self) -> float:
+        """With every slot taken."""
+        return self.num_slots / (self.base_s + self.per_sequence_s * self.num_slots)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -95,6 +130,10 @@ class Scenario:
     def chance(self, what: str, *keys: int | str) -> float:
         """A number in [0, 1) that depends on the seed and the names only."""
         return seeded_uniform(self.seed, what, *keys)
+
+    def training_s(self, num_tokens: int) -> float:
+        """Seconds of a step with a batch of so many tokens."""
+        return self.step_s + self.step_s_per_token * num_tokens
 
     def length(self, draw: Draw, member: int) -> int:
         """Tokens of one response; the same prompt is long on every attempt."""

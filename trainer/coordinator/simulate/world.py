@@ -34,6 +34,7 @@ class World:
         self._outcome = Outcome(scenario=scenario)
         core = DecisionCore(settings=scenario.settings, sampler=sampler_of(scenario), debug=debug)
         self.rule: Rule = rule or core
+        self._cancels = rule if isinstance(rule, Cancels) else None
         self._rollouts: dict[int, Rollout] = {}
         self._groups: dict[int, SimGroup] = {}
         self._has_news = True
@@ -94,9 +95,8 @@ class World:
             self._start(draw)
 
     def _stop_cancelled(self) -> None:
-        if isinstance(self.rule, Cancels):
-            for draw in self.rule.take_cancelled():
-                self._stop(self._rollouts[draw.draw_id])
+        for draw in () if self._cancels is None else self._cancels.take_cancelled():
+            self._stop(self._rollouts[draw.draw_id])
 
     def _start(self, draw: Draw) -> None:
         scenario = self._scenario
@@ -134,8 +134,7 @@ class World:
 
     def _late(self, draw: Draw) -> None:
         """The deadline of an attempt: what is missing, or was not heard of, is lost."""
-        rollout = self._rollouts[draw.draw_id]
-        self._complete(rollout, reason="deadline")
+        self._complete(self._rollouts[draw.draw_id], reason="deadline")
 
     def _complete(self, rollout: Rollout, *, reason: str) -> None:
         """All members are there, or given up: reward them and tell the core. `reason`: if none is left."""
@@ -197,8 +196,7 @@ class World:
         self._has_news = True  # the batch has left the queue: there may be room
         self.rule.begin_step(now_s)
         is_skipped = scenario.chance("skipped", batch.step) < scenario.skipped_fraction
-        seconds = scenario.step_s / 10 if is_skipped else scenario.step_s
-        seconds += 0.0 if is_skipped else scenario.step_s_per_token * batch.num_tokens
+        seconds = scenario.training_s(batch.num_tokens) / (10 if is_skipped else 1)
         incarnation = self._incarnation
         self._clock.after(
             seconds,
