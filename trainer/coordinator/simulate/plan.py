@@ -122,12 +122,17 @@ def divisions(config: TrainConfig) -> list[Division]:
     most = (total - assumed.least_trainer_gpus) // assumed.gpus_per_server
     if most < 2:
         return []
-    tokens = config.batch.prompts * config.batch.group_size * mean_length(scenario_of(config, division_of(config)))
+    tokens = (
+        config.batch.prompts * config.batch.group_size * mean_length(scenario_of(config, division_of(config)))
+    )
 
     def slower_side_s(num_servers: int) -> float:
         division = _divided(config, num_servers, total)
         generation_s = tokens / (num_servers * assumed.full_tokens_per_s)
-        return max(generation_s, assumed.step_overhead_s + tokens / (assumed.train_tokens_per_s * division.trainer_gpus))
+        return max(
+            generation_s,
+            assumed.step_overhead_s + tokens / (assumed.train_tokens_per_s * division.trainer_gpus),
+        )
 
     balanced = min(range(1, most + 1), key=slower_side_s)
     sizes = {min(most, max(1, round(balanced * fraction))) for fraction in _FRACTIONS}
@@ -166,6 +171,11 @@ def advice(config: TrainConfig, prediction: Prediction) -> list[str]:
                 if figures.fleet_tokens_share < 0.8
                 else "generation is the slower side; more servers help"
             )
+        )
+    if figures.waste.get("deadline", 0.0) > 0.01:
+        lines.append(
+            f"fleet.group_deadline_s = {config.fleet.group_deadline_s:g} ends groups that are still generating: "
+            f"{figures.waste['deadline']:.0%} of the tokens are lost to it"
         )
     if figures.publication_share > 0.1:
         lines.append(f"the trainer waits {figures.publication_share:.0%} of the time for publications")
