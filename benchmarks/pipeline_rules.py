@@ -151,10 +151,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps after the warm-up")
     parser.add_argument("--etas", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rival-etas", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--only", default="", help="rules whose name contains this")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     arguments = parser.parse_args()
-    table = cases(arguments.etas, arguments.rival_etas)
+    table = [case for case in cases(arguments.etas, arguments.rival_etas) if arguments.only in case.name]
     print(
         "| rule | eta | s/step | 1000 tokens/s trained | trainer busy | fleet speed | worst staleness "
         "| mean staleness | tokens wasted | length trained / issued |"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from asyppo_async.errors import Stalled
 from asyppo_async.trainer.coordinator.decisions import DecisionSettings, OnStale
+from asyppo_async.trainer.coordinator.draws import Draw
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
 from asyppo_async.trainer.coordinator.simulate.audit import audit
 from asyppo_async.trainer.coordinator.simulate.outcome import Outcome
@@ -125,9 +126,23 @@ def test_run_when_max_staleness_is_0_trains_what_a_synchronous_loop_trains(
         prompt_ids=[f"p{index}" for index in range(30)], seed=scenario.seed, num_epochs=None
     )
     for step in outcome.steps:
-        synchronous = [prompts.next_candidate().prompt_id for _ in range(settings.batch_size)]
-        assert sorted(group.draw.prompt_id for group in step.groups) == sorted(synchronous)
-        assert {version for group in step.groups for version in group.versions} == {step.step}
+        # The scripted engine of a synchronous loop: the lengths of a draw's members, all sampled from this version.
+        synchronous: Counter[tuple[str, int, int]] = Counter()
+        for index in range(settings.batch_size):
+            draw = Draw(
+                draw_id=step.step * settings.batch_size + index,
+                attempt=0,
+                prompt_id=prompts.next_candidate().prompt_id,
+                epoch=step.step * settings.batch_size // 30,
+                admission_version=step.step,
+            )
+            num_tokens = sum(scenario.length(draw, member) for member in range(settings.group_size))
+            synchronous[draw.prompt_id, step.step, num_tokens] += 1
+        assert synchronous == Counter(
+            (group.draw.prompt_id, version, number)
+            for group in step.groups
+            for version, number in group.versions.items()
+        )
     assert outcome.counts is not None
     assert outcome.counts.issued == 25 * settings.batch_size
 
@@ -183,6 +198,28 @@ def test_lengths_when_stale_groups_are_dropped_shift_and_the_waste_is_reported()
     assert 0.1 < wasted < 0.9
     assert mean_length(dropped.scenario, dropped) < 0.9 * mean_length(waited.scenario, waited)
     assert dropped.duration_s < waited.duration_s
+
+
+@pytest.mark.report("P39")
+def test_slow_prompts_when_others_overtake_them_are_trained_within_the_bound() -> None:
+    """Starvation: the slowest draws are passed by many younger ones, and are still trained in time, every one."""
+    lengths = LengthPlan(
+        median_tokens=100, prompt_sigma=1.5, member_sigma=0.2, max_tokens=20_000, prompt_tokens=0
+    )
+    outcome = run(scenario_of(settings_of(num_steps=80, max_staleness=4), lengths=lengths))
+    trained_at = {group.draw.draw_id: step.step for step in outcome.steps for group in step.groups}
+    assert outcome.counts is not None
+    assert set(trained_at) == set(range(outcome.counts.issued))
+    overtaken = [
+        sum(
+            trained_at[younger] < trained_at[draw]
+            for younger in range(draw + 1, draw + 40)
+            if younger in trained_at
+        )
+        for draw in sorted(trained_at)
+    ]
+    assert max(overtaken) > 2 * 4
+    assert max(step.staleness for step in outcome.steps) == 4
 
 
 @pytest.mark.report("P40")

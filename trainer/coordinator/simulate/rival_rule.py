@@ -195,9 +195,13 @@ class RivalRule(ABC):
         return self.ledger.token_counts()
 
     def take_cancelled(self) -> list[Draw]:
-        """Attempts in flight that the rule has given up."""
+        """Attempts in flight that the rule has given up; the world stops them and calls `fail`."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
+
+    def cancel(self, records: Iterable[DrawRecord]) -> None:
+        """Give up attempts in flight."""
+        self._cancelled += [record.draw for record in records]
 
     def in_finish_order(self) -> list[DrawRecord]:
         """Finished groups, the first to finish first."""
@@ -205,8 +209,6 @@ class RivalRule(ABC):
         return sorted(queued, key=lambda record: record.finish_order)
 
     def drop(self, records: Iterable[DrawRecord], reason: str) -> None:
-        """Give these up; the rollouts of those in flight are stopped."""
+        """Give up finished groups."""
         for record in list(records):
-            if record.state == "in_flight":
-                self._cancelled.append(record.draw)
             self.ledger.drop(record, reason, version=self._version, now_s=self._now_s)

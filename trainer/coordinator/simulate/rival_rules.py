@@ -34,7 +34,7 @@ class AReaLRule(RivalRule):
 class PrimeRule(RivalRule):
     """prime-rl: engines are kept full, one batch ahead of the trainer; groups older than eta versions are dropped.
 
-    A batch is shipped once the trainer has begun the one before it (`TARGET_LAG` = 1), in finishing order;
+    A batch is shipped once the version two steps before its own is published (`TARGET_LAG` = 1), in finishing order;
     dispatch is closed while the orchestrator leads by more than one. Groups dispatched more than eta versions ago
     are dropped before each batch and cancelled in flight when a new version comes (`max_off_policy_steps` = eta).
     Concurrency, which they regulate on KV use, is `max_concurrent_groups`.
@@ -56,24 +56,16 @@ class PrimeRule(RivalRule):
 
     def on_event(self, event: Event) -> None:
         if event == "served":
-            self._cancel()
-        elif event == "finished" and self.version in self.ledger.chosen:
-            self._ship()  # the trainer is busy with its step: the next batch may come
-
-    def _cancel(self) -> None:
-        oldest = self.served_version - self.settings.max_staleness
-        too_old = [
-            record
-            for version, records in self.ledger.in_flight.items()
-            if version < oldest
-            for record in records.values()
-        ]
-        self.drop(too_old, "cancelled_stale")
+            oldest = self.served_version - self.settings.max_staleness
+            flying = self.ledger.in_flight
+            self.cancel([record for v in flying if v < oldest for record in flying[v].values()])
+        if event != "issued":
+            self._ship()
 
     def _ship(self) -> None:
         """Ship the batch being collected if it is full and its turn has come."""
         step = self._collecting
-        if step > self.version + 1:
+        if step > self.served_version + 1:
             return
         oldest = step - self.settings.max_staleness
         stale = [record for record in oldest_first(self.ledger.queued) if record.admission_version < oldest]
@@ -84,8 +76,6 @@ class PrimeRule(RivalRule):
             self._shipped[step] = batch
 
     def pick(self) -> list[DrawRecord] | None:
-        if self.version not in self._shipped:
-            self._ship()
         return self._shipped.pop(self.version, None)
 
 

@@ -60,5 +60,5 @@ class Cancels(Protocol):
     """Rules that stop groups in flight."""
 
     def take_cancelled(self) -> list[Draw]:
-        """Attempts that the rules have ended since the last call; their rollouts are to be stopped."""
+        """Attempts to stop since the last call; their last tokens are recorded, then they `fail`."""
         ...

@@ -52,7 +52,7 @@ def show_prediction(console: Console, config: TrainConfig, prediction: Predictio
 def show_divisions(console: Console, predictions: Sequence[Prediction], chosen: Prediction) -> None:
     """The divisions that were tried, the recommended one marked."""
     table = Table(title="Dividing the GPUs", title_justify="left")
-    for name in ("servers", "trainer GPUs", "step s", "tokens/s", "trainer", "fleet", "staleness", ""):
+    for name in ("servers", "trainer GPUs", "step s", "tokens/s", "trains", "fleet", "age", ""):
         table.add_column(name, justify="right")
     for prediction in predictions:
         figures = prediction.figures
@@ -64,7 +64,7 @@ def show_divisions(console: Console, predictions: Sequence[Prediction], chosen: 
             f"{figures.trainer_share:.0%}",
             f"{figures.fleet_tokens_share:.0%}",
             f"{figures.mean_staleness:.2f}",
-            "recommended" if prediction is chosen else "",
+            "best" if prediction is chosen else "",
         )
     console.print(table)
 

@@ -97,6 +97,7 @@ class World:
     def _stop_cancelled(self) -> None:
         for draw in () if self._cancels is None else self._cancels.take_cancelled():
             self._stop(self._rollouts[draw.draw_id])
+            self.rule.fail(draw, reason="cancelled", now_s=self._clock.now_s)
 
     def _start(self, draw: Draw) -> None:
         scenario = self._scenario
