@@ -69,13 +69,7 @@ def _predict_all(console: Console, config: TrainConfig, wanted: list[Division]) 
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("steps", total=len(wanted) * num_steps(config))
-        predictions: list[Prediction] = []
-        for division in wanted:
-            done = len(predictions) * num_steps(config)
-            predictions.append(
-                predict(config, division, lambda made, done=done: progress.update(bar, completed=done + made))
-            )
-    return predictions
+        return [predict(config, division, lambda made: progress.advance(bar)) for division in wanted]
 
 
 def _json_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyppo_async.config.load import load_config
-from asyppo_async.config.sections import TrainConfig
+from asyppo_async.config.sections import SimulateSection, TrainConfig
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.coordinator.simulate.plan import division_of, scenario_of
 from asyppo_async.trainer.coordinator.simulate.scenario import Scenario
@@ -18,6 +18,14 @@ _NUM_FIRST = 2
 """First steps of a run that are left out: compilation, caches, an empty queue."""
 _P95 = 1.6449
 """Standard deviations from the median to the 95th percentile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of a response."""
+
+    mean: float
+    p95: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +43,9 @@ class Measured:
     publication_s: float
     pause_s: float
     batch_tokens: float
-    mean_length: float
-    p95_length: float
+    lengths: Lengths
+    first_lengths: Lengths
+    """Of the first batch."""
 
 
 def read_run(folder: Path) -> Measured:
@@ -70,8 +79,8 @@ def read_run(folder: Path) -> Measured:
         publication_s=publication_s,
         pause_s=min(pause_s, publication_s),
         batch_tokens=_median(later, "batch/tokens"),
-        mean_length=_median(later, "response/length_mean_tokens"),
-        p95_length=_median(later, "response/length_p95_tokens"),
+        lengths=_lengths(later),
+        first_lengths=_lengths(rows[:1]),
     )
 
 
@@ -81,15 +90,11 @@ def assume(config: TrainConfig, measured: Measured) -> TrainConfig:
     The speed of the fleet is scaled so that the simulated wait for a batch is the measured one where nothing but
     generation is in it: every step of a synchronous run, the first step of another.
     """
-    sigma = log_sigma(measured.mean_length, measured.p95_length)
     assumed = config.simulate.model_copy(
         update={
             "num_servers": max(1, len(measured.config.fleet.servers)),
             "trainer_gpus": 1,
             "prompt_tokens": 0,
-            "median_tokens": measured.mean_length / math.exp(sigma**2 / 2),
-            "prompt_sigma": sigma / math.sqrt(2),
-            "member_sigma": sigma / math.sqrt(2),
             "train_tokens_per_s": measured.batch_tokens / max(1e-9, measured.training_s),
             "step_overhead_s": 0.0,
             "publication_s": measured.publication_s - measured.pause_s,
@@ -98,15 +103,28 @@ def assume(config: TrainConfig, measured: Measured) -> TrainConfig:
     )
     is_synchronous = measured.config.staleness.max_staleness == 0
     wait_s = measured.wait_s if is_synchronous else measured.first_wait_s
-    as_it_was = measured.config.model_copy(update={"simulate": assumed})
+    lengths = measured.lengths if is_synchronous else measured.first_lengths
+    as_it_was = measured.config.model_copy(update={"simulate": _with_lengths(assumed, lengths)})
     speed = first_wait_s(scenario_of(as_it_was, division_of(as_it_was))) / max(1e-3, wait_s)
-    assumed = assumed.model_copy(
+    assumed = _with_lengths(assumed, measured.lengths).model_copy(
         update={
             "alone_tokens_per_s": assumed.alone_tokens_per_s * speed,
             "full_tokens_per_s": assumed.full_tokens_per_s * speed,
         }
     )
     return config.model_copy(update={"simulate": assumed})
+
+
+def _with_lengths(assumed: SimulateSection, lengths: Lengths) -> SimulateSection:
+    """Log-normal lengths with this mean and percentile; half of the variance belongs to the prompt."""
+    sigma = log_sigma(lengths.mean, lengths.p95)
+    return assumed.model_copy(
+        update={
+            "median_tokens": lengths.mean / math.exp(sigma**2 / 2),
+            "prompt_sigma": sigma / math.sqrt(2),
+            "member_sigma": sigma / math.sqrt(2),
+        }
+    )
 
 
 def first_wait_s(scenario: Scenario) -> float:
@@ -122,6 +140,12 @@ def log_sigma(mean: float, p95: float) -> float:
     """
     discriminant = _P95**2 - 2 * math.log(max(1.0, p95 / max(1e-9, mean)))
     return _P95 - math.sqrt(max(0.0, discriminant))
+
+
+def _lengths(rows: Sequence[Mapping[str, float]]) -> Lengths:
+    return Lengths(
+        mean=_median(rows, "response/length_mean_tokens"), p95=_median(rows, "response/length_p95_tokens")
+    )
 
 
 def _median(rows: Sequence[Mapping[str, float]], name: str) -> float:

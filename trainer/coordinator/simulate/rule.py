@@ -1,6 +1,6 @@
 """What the simulated world needs of a set of rules: the decision core has it, and the rules of other projects."""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from asyppo_async.trainer.coordinator.decisions import StepReport
 from asyppo_async.trainer.coordinator.draws import Answer, Draw, Fate, LedgerCounts, TokenCounts, TokenUse
@@ -53,12 +53,3 @@ class Rule(Protocol):
     def counts(self) -> LedgerCounts: ...
 
     def token_counts(self) -> TokenCounts: ...
-
-
-@runtime_checkable
-class Cancels(Protocol):
-    """Rules that stop groups in flight."""
-
-    def take_cancelled(self) -> list[Draw]:
-        """Attempts to stop since the last call; their last tokens are recorded, then they `fail`."""
-        ...

@@ -15,7 +15,8 @@ from asyppo_async.trainer.coordinator.simulate.clock import VirtualClock
 from asyppo_async.trainer.coordinator.simulate.fleet import SimFleet
 from asyppo_async.trainer.coordinator.simulate.in_progress import Checkpoint, Rollout
 from asyppo_async.trainer.coordinator.simulate.outcome import Outcome, SimGroup, SimStep
-from asyppo_async.trainer.coordinator.simulate.rule import Cancels, Rule
+from asyppo_async.trainer.coordinator.simulate.rival_rule import RivalRule
+from asyppo_async.trainer.coordinator.simulate.rule import Rule
 from asyppo_async.trainer.coordinator.simulate.scenario import Scenario, sampler_of
 from asyppo_async.trainer.coordinator.simulate.server import Sequence
 
@@ -34,7 +35,7 @@ class World:
         self._outcome = Outcome(scenario=scenario)
         core = DecisionCore(settings=scenario.settings, sampler=sampler_of(scenario), debug=debug)
         self.rule: Rule = rule or core
-        self._cancels = rule if isinstance(rule, Cancels) else None
+        self._rival = rule if isinstance(rule, RivalRule) else None
         self._rollouts: dict[int, Rollout] = {}
         self._groups: dict[int, SimGroup] = {}
         self._has_news = True
@@ -95,7 +96,7 @@ class World:
             self._start(draw)
 
     def _stop_cancelled(self) -> None:
-        for draw in () if self._cancels is None else self._cancels.take_cancelled():
+        for draw in [] if self._rival is None else self._rival.take_cancelled():
             self._stop(self._rollouts[draw.draw_id])
             self.rule.fail(draw, reason="cancelled", now_s=self._clock.now_s)
 
@@ -113,7 +114,9 @@ class World:
         self._groups.pop(draw.draw_id, None)
         self._rollouts[draw.draw_id] = Rollout(
             draw=draw,
-            deadline=self._clock.after(scenario.deadline_s, lambda: self._late(draw)),
+            deadline=self._clock.after(
+                scenario.deadline_s, lambda: self._complete(self._rollouts[draw.draw_id], reason="deadline")
+            ),
             missing=sequences,
         )
         if scenario.members_apart:
@@ -133,12 +136,8 @@ class World:
             if not rollout.is_silent:
                 self._complete(rollout, reason="failed_reward")
 
-    def _late(self, draw: Draw) -> None:
-        """The deadline of an attempt: what is missing, or was not heard of, is lost."""
-        self._complete(self._rollouts[draw.draw_id], reason="deadline")
-
     def _complete(self, rollout: Rollout, *, reason: str) -> None:
-        """All members are there, or given up: reward them and tell the core. `reason`: if none is left."""
+        """All members are there, or what is missing is late and lost: reward them. `reason`: if none is left."""
         scenario, draw, now_s = self._scenario, rollout.draw, self._clock.now_s
         key = (draw.draw_id, draw.attempt)
         self._has_news = True
