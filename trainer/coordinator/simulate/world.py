@@ -139,8 +139,7 @@ class World:
     def _complete(self, rollout: Rollout, *, reason: str) -> None:
         """All members are there, or what is missing is late and lost: reward them. `reason`: if none is left."""
         scenario, draw, now_s = self._scenario, rollout.draw, self._clock.now_s
-        key = (draw.draw_id, draw.attempt)
-        self._has_news = True
+        key, self._has_news = (draw.draw_id, draw.attempt), True
         self._stop(rollout)
         kept = [
             sequence
@@ -192,8 +191,7 @@ class World:
 
     def _train(self, batch: Chosen) -> None:
         scenario, now_s = self._scenario, self._clock.now_s
-        self._is_training = True
-        self._has_news = True  # the batch has left the queue: there may be room
+        self._is_training = self._has_news = True  # the batch has left the queue: there may be room
         self.rule.begin_step(now_s)
         is_skipped = scenario.chance("skipped", batch.step) < scenario.skipped_fraction
         seconds = scenario.training_s(batch.num_tokens) / (10 if is_skipped else 1)
@@ -278,7 +276,6 @@ class World:
 
     def _kill(self) -> None:
         """The coordinator dies and comes back from its last checkpoint, with a higher incarnation."""
-        self._has_news = True
         self._fleet.abandon()
         for rollout in self._rollouts.values():
             rollout.deadline.cancelled = True
@@ -291,7 +288,7 @@ class World:
         self._outcome.num_resumes += 1
         self._incarnation += 1
         self._is_training = self._is_blocked = False
-        self._unended = None
+        self._unended, self._has_news = None, True
         self.rule = DecisionCore.from_state(
             CoreState.from_json(saved.core.to_json()),
             settings=self._scenario.settings,
