@@ -31,12 +31,12 @@ from asyppo_async.tasks.protocol import TaskSpec
 VOCABULARY = ("<pad>", "<eos>", "<unk>", *ALPHABET)
 PAD_ID, EOS_ID = 0, 1
 NUM_CRITIC_LAYERS = 2
-NUM_STEPS = 1400
+NUM_STEPS = 1700
 BATCH_SIZE = 32
 LEARNING_RATE = 3e-3
 NUM_RISING_STEPS = 20
 GUESS_PROBABILITY = 0.5
-GUESSES_FROM = 0.75
+GUESSES_FROM = 0.8
 """Share of the warm-up after which the teacher guesses too."""
 SLIP_PROBABILITY = 0.02
 MAX_RESPONSE_TOKENS = 40

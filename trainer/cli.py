@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_COMMANDS = ("run",)
+_COMMANDS = ("run", "simulate")
 
 
 @app.callback()
@@ -60,6 +60,37 @@ def run(
         interrupted = runner.run(run_training(settings, log_level))
     if interrupted:
         raise typer.Exit(130)
+
+
+@app.command()
+def simulate(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="TOML file of the run; its [simulate] says what is assumed.", show_default=False),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting."),
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(help="Folder of a run: take its measured speeds, lengths and times.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write an SVG to this file.")] = None,
+) -> None:
+    """Predict step time, use of both sides, staleness and waste of a run, and how to divide the GPUs."""
+    from asyppo_async.config.load import load_config
+    from asyppo_async.errors import ConfigError
+
+    if config is None and from_run is None:
+        raise ConfigError("name a CONFIG.toml, or a run with --from-run")
+    settings = load_config(config or (from_run or Path()) / "config.toml", list(set_ or []))
+
+    from asyppo_async.trainer.coordinator.simulate.command import simulate as simulate_run
+    from asyppo_async.trainer.coordinator.simulate.measured import read_run
+
+    measured = None if from_run is None else read_run(from_run)
+    simulate_run(settings, measured=measured, json_file=json_file, plot_file=plot_file)
 
 
 def main() -> None:

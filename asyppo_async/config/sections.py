@@ -185,6 +185,44 @@ class FleetSection(Section):
     """Further options for `asyppo-fleet serve` of an embedded server."""
 
 
+class SimulateSection(Section):
+    """What `asyppo-train simulate` assumes of the machines; a run does not read it."""
+
+    steps: int = Field(default=40, ge=2)
+    """Steps that are simulated and counted, after those in which the queue fills."""
+    num_servers: int = Field(default=1, ge=1)
+    gpus_per_server: int = Field(default=1, ge=1)
+    trainer_gpus: int = Field(default=1, ge=1)
+    """GPUs of actor and critics together."""
+    least_trainer_gpus: int = Field(default=1, ge=1)
+    """What the trainer fits on; a recommended division gives it a multiple of this."""
+    alone_tokens_per_s: float = Field(default=60, gt=0)
+    """Speed of one sample alone on a server."""
+    full_tokens_per_s: float = Field(default=2500, gt=0)
+    """Speed of a server that runs `fleet.max_num_seqs` samples, over all of them."""
+    prompt_tokens: int = Field(default=256, ge=0)
+    prefill_tokens_per_s: float = Field(default=20_000, gt=0)
+    """Speed at which a server reads prompts, and with `weights.kv_on_update = "recompute"` what is in flight."""
+    median_tokens: float = Field(default=0, ge=0)
+    """Median length of a response; 0: half of `sampling.max_tokens`."""
+    prompt_sigma: float = Field(default=0.7, ge=0)
+    """Spread between prompts: standard deviation of the log length. A long prompt is long on every attempt."""
+    member_sigma: float = Field(default=0.3, ge=0)
+    """Spread within a group."""
+    train_tokens_per_s: float = Field(default=1000, gt=0)
+    """Response tokens that one trainer GPU takes through a whole step, critics included."""
+    step_overhead_s: float = Field(default=1, ge=0)
+    """Part of a step that does not depend on tokens or GPUs."""
+    publication_s: float = Field(default=5, ge=0)
+    """From the end of a step until the weights are everywhere, while servers generate."""
+    pause_s: float = Field(default=0.5, ge=0)
+    """How long servers stand still to load them."""
+    filtered_share: Share = 0.0
+    """Groups that are left out, for equal rewards."""
+    failed_share: Share = 0.0
+    """Responses whose reward fails."""
+
+
 class TrainConfig(Section):
     """A whole run."""
 
@@ -200,3 +238,4 @@ class TrainConfig(Section):
     weights: WeightsSection = WeightsSection()
     evaluation: EvaluationSection = EvaluationSection()
     fleet: FleetSection = FleetSection()
+    simulate: SimulateSection = SimulateSection()

@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
-import queue
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +30,9 @@ from asyppo_async.fleet.engine.vllm_options import (
     request_params,
     score_params,
 )
+from asyppo_async.fleet.engine.vllm_thread import EngineThread
 from asyppo_async.fleet.engine.vllm_versions import VersionReader, label_text
 from asyppo_async.types import Float32Array, Int32Array, SamplingParams
-
-Result = TypeVar("Result")
 
 FIRST_LABEL = WeightsLabel(version=0, load=0)
 
@@ -55,7 +51,7 @@ async def open_vllm_engine(config: ServeConfig) -> AsyncIterator["VllmEngine"]:
         FleetError: vLLM did not start; the message carries its own words.
     """
     prepare_environment(config)
-    thread = _EngineThread()
+    thread = EngineThread()
     try:
         engine = VllmEngine(await thread.run(lambda: _build(config)), config)
     except asyncio.CancelledError:
@@ -68,37 +64,6 @@ async def open_vllm_engine(config: ServeConfig) -> AsyncIterator["VllmEngine"]:
         await engine.stop_listening()
         await asyncio.shield(thread.run(engine.shutdown))
         thread.end()
-
-
-class _EngineThread:
-    """One thread that lives as long as the engine: the kernel ties a child's life to the thread that started it.
-
-    A daemon, so that a server which is told to end while vLLM starts does not wait for it.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        self._thread.start()
-
-    async def run(self, function: Callable[[], Result]) -> Result:
-        job: Future[Result] = Future()
-        self._jobs.put((job, function))
-        return await asyncio.wrap_future(job)
-
-    def end(self) -> None:
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, function = item
-            if not job.set_running_or_notify_cancel():
-                continue
-            try:
-                job.set_result(function())
-            except Exception as error:
-                job.set_exception(error)
-            del item, job, function  # they would keep the engine alive beyond its shutdown
 
 
 def _build(config: ServeConfig) -> Any:

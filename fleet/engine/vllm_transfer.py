@@ -5,6 +5,7 @@ that the server process received, `update` hands them to the model's loader. A d
 sender's process group itself) differs in `init_transfer_engine` and in where `receive_weights` gets its tensors.
 """
 
+import logging
 import mmap
 import os
 import zlib
@@ -60,6 +61,9 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # It warns at every update of each layer that has no tensor of its own (rotary caches, a tied head). What is
+        # missing is found by the manifest and by the probe; a warning that always comes would hide one that counts.
+        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         self._staged: _StagedTensors | None = None
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:

@@ -32,6 +32,7 @@ def run(lead: Lead, generation_over_training: float) -> Outcome:
         num_slots=32,
         base_s=STEP_S * generation_over_training / mean_tokens,
         per_sequence_s=0.0,
+        prefill_s_per_token=0.0,
         joins_s=0.0,
     )
     scenario = Scenario(
@@ -40,7 +41,9 @@ def run(lead: Lead, generation_over_training: float) -> Outcome:
         num_prompts=5000,
         num_epochs=None,
         servers=(plan, plan),
-        lengths=LengthPlan(median_tokens=100, prompt_sigma=0.7, member_sigma=0.2, max_tokens=2000),
+        lengths=LengthPlan(
+            median_tokens=100, prompt_sigma=0.7, member_sigma=0.2, max_tokens=2000, prompt_tokens=0
+        ),
         step_s=STEP_S,
         step_s_per_token=0.0,
         skipped_fraction=0.0,
@@ -48,6 +51,8 @@ def run(lead: Lead, generation_over_training: float) -> Outcome:
         publication_s=1.0,
         pause_s=0.1,
         publication_blocks_trainer=False,
+        kv_on_update="keep",
+        members_apart=True,
         failed_publication_fraction=0.0,
         filtered_fraction=0.0,
         failed_reward_fraction=0.0,

@@ -13,8 +13,8 @@ from asyppo_async.trainer.coordinator.simulate.outcome import Outcome
 from asyppo_async.trainer.coordinator.simulate.random_scenario import random_scenario
 from asyppo_async.trainer.coordinator.simulate.world import World
 
-NUM_QUICK = 500
-NUM_LONG = 20_000
+NUM_QUICK = 2000
+NUM_LONG = 30_000
 CHUNK = 100
 REPLAYED = os.environ.get("ASYPPO_SEED")
 

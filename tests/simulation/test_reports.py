@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from asyppo_async.errors import Stalled
 from asyppo_async.trainer.coordinator.decisions import DecisionSettings, OnStale
+from asyppo_async.trainer.coordinator.draws import Draw
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
 from asyppo_async.trainer.coordinator.simulate.audit import audit
 from asyppo_async.trainer.coordinator.simulate.outcome import Outcome
@@ -40,8 +41,13 @@ def scenario_of(settings: DecisionSettings, **changes: object) -> Scenario:
         settings=settings,
         num_prompts=400,
         num_epochs=None,
-        servers=(ServerPlan(num_slots=32, base_s=0.05, per_sequence_s=0.0, joins_s=0.0),) * 2,
-        lengths=LengthPlan(median_tokens=100, prompt_sigma=1.0, member_sigma=0.2, max_tokens=20_000),
+        servers=(
+            ServerPlan(num_slots=32, base_s=0.05, per_sequence_s=0.0, prefill_s_per_token=0.0, joins_s=0.0),
+        )
+        * 2,
+        lengths=LengthPlan(
+            median_tokens=100, prompt_sigma=1.0, member_sigma=0.2, max_tokens=20_000, prompt_tokens=0
+        ),
         step_s=10.0,
         step_s_per_token=0.0,
         skipped_fraction=0.0,
@@ -49,6 +55,8 @@ def scenario_of(settings: DecisionSettings, **changes: object) -> Scenario:
         publication_s=1.0,
         pause_s=0.1,
         publication_blocks_trainer=False,
+        kv_on_update="keep",
+        members_apart=True,
         failed_publication_fraction=0.0,
         filtered_fraction=0.0,
         failed_reward_fraction=0.0,
@@ -99,7 +107,9 @@ def test_run_when_limits_are_of_any_size_neither_stalls_nor_passes_the_bound(
         max_concurrent_groups=max_concurrent_groups,
         num_steps=6,
     )
-    plan = ServerPlan(num_slots=num_slots, base_s=0.05, per_sequence_s=0.0, joins_s=0.0)
+    plan = ServerPlan(
+        num_slots=num_slots, base_s=0.05, per_sequence_s=0.0, prefill_s_per_token=0.0, joins_s=0.0
+    )
     run(scenario_of(settings, servers=(plan,) * num_servers, seed=seed))
 
 
@@ -116,9 +126,23 @@ def test_run_when_max_staleness_is_0_trains_what_a_synchronous_loop_trains(
         prompt_ids=[f"p{index}" for index in range(30)], seed=scenario.seed, num_epochs=None
     )
     for step in outcome.steps:
-        synchronous = [prompts.next_candidate().prompt_id for _ in range(settings.batch_size)]
-        assert sorted(group.draw.prompt_id for group in step.groups) == sorted(synchronous)
-        assert {version for group in step.groups for version in group.versions} == {step.step}
+        # The scripted engine of a synchronous loop: the lengths of a draw's members, all sampled from this version.
+        synchronous: Counter[tuple[str, int, int]] = Counter()
+        for index in range(settings.batch_size):
+            draw = Draw(
+                draw_id=step.step * settings.batch_size + index,
+                attempt=0,
+                prompt_id=prompts.next_candidate().prompt_id,
+                epoch=step.step * settings.batch_size // 30,
+                admission_version=step.step,
+            )
+            num_tokens = sum(scenario.length(draw, member) for member in range(settings.group_size))
+            synchronous[draw.prompt_id, step.step, num_tokens] += 1
+        assert synchronous == Counter(
+            (group.draw.prompt_id, version, number)
+            for group in step.groups
+            for version, number in group.versions.items()
+        )
     assert outcome.counts is not None
     assert outcome.counts.issued == 25 * settings.batch_size
 
@@ -132,7 +156,7 @@ def test_age_when_batches_are_chosen_a_step_ahead_is_that_of_the_step_that_train
     outcome = world.run()
     audit(outcome)
     seen = [step.staleness for step in outcome.steps]
-    assert world.core.max_staleness_seen == max(seen)
+    assert world.rule.max_staleness_seen == max(seen)
     assert max(seen) >= 1
     for step in outcome.steps:
         stale = sum(
@@ -162,7 +186,9 @@ def test_lengths_when_waited_for_are_those_of_the_data_set() -> None:
 
 @pytest.mark.report("P39")
 def test_lengths_when_stale_groups_are_dropped_shift_and_the_waste_is_reported() -> None:
-    lengths = LengthPlan(median_tokens=100, prompt_sigma=1.5, member_sigma=0.2, max_tokens=20_000)
+    lengths = LengthPlan(
+        median_tokens=100, prompt_sigma=1.5, member_sigma=0.2, max_tokens=20_000, prompt_tokens=0
+    )
     waited = run(scenario_of(settings_of(num_steps=60), lengths=lengths))
     dropped = run(scenario_of(settings_of(num_steps=60, on_stale="drop"), lengths=lengths))
     assert dropped.counts is not None
@@ -174,10 +200,34 @@ def test_lengths_when_stale_groups_are_dropped_shift_and_the_waste_is_reported()
     assert dropped.duration_s < waited.duration_s
 
 
+@pytest.mark.report("P39")
+def test_slow_prompts_when_others_overtake_them_are_trained_within_the_bound() -> None:
+    """Starvation: the slowest draws are passed by many younger ones, and are still trained in time, every one."""
+    lengths = LengthPlan(
+        median_tokens=100, prompt_sigma=1.5, member_sigma=0.2, max_tokens=20_000, prompt_tokens=0
+    )
+    outcome = run(scenario_of(settings_of(num_steps=80, max_staleness=4), lengths=lengths))
+    trained_at = {group.draw.draw_id: step.step for step in outcome.steps for group in step.groups}
+    assert outcome.counts is not None
+    assert set(trained_at) == set(range(outcome.counts.issued))
+    overtaken = [
+        sum(
+            trained_at[younger] < trained_at[draw]
+            for younger in range(draw + 1, draw + 40)
+            if younger in trained_at
+        )
+        for draw in sorted(trained_at)
+    ]
+    assert max(overtaken) > 2 * 4
+    assert max(step.staleness for step in outcome.steps) == 4
+
+
 @pytest.mark.report("P40")
 def test_prompt_when_it_always_outlives_the_bound_is_retired_after_its_tries() -> None:
     """Responses of the slowest prompts last longer than (eta + 1) steps on every attempt."""
-    lengths = LengthPlan(median_tokens=60, prompt_sigma=1.6, member_sigma=0.0, max_tokens=20_000)
+    lengths = LengthPlan(
+        median_tokens=60, prompt_sigma=1.6, member_sigma=0.0, max_tokens=20_000, prompt_tokens=0
+    )
     settings = settings_of(on_stale="drop", max_staleness=1, max_attempts=2, num_steps=120)
     outcome = run(scenario_of(settings, lengths=lengths))
     assert outcome.counts is not None
@@ -232,7 +282,7 @@ def test_batch_when_every_group_is_filtered_ends_with_an_error_that_names_the_ca
     world = World(scenario_of(settings, filtered_fraction=1.0), debug=True)
     with pytest.raises(Stalled, match=r"step 0 cannot be filled.*equal_rewards \d+"):
         world.run()
-    assert 30 <= world.core.counts().issued <= 30 + 3 * settings.batch_size
+    assert 30 <= world.rule.counts().issued <= 30 + 3 * settings.batch_size
 
 
 @pytest.mark.report("P45")

@@ -247,6 +247,11 @@ async def _launch() -> _Child:
     ours, theirs = socket.socketpair()
     try:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
+    except BaseException:
+        ours.close()
+        theirs.close()
+        raise
+    try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", _CHILD, str(theirs.fileno()), str(os.getpid())),
             pass_fds=(theirs.fileno(),),
@@ -255,7 +260,7 @@ async def _launch() -> _Child:
         )
     except BaseException:
         # A child that came to be all the same ends when it finds its socket closed.
-        ours.close()
+        writer.close()
         raise
     finally:
         theirs.close()

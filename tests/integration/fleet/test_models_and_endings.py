@@ -18,7 +18,7 @@ from asyppo_async.types import SamplingParams
 from asyppo_async.weights.manifest import Dtype
 
 DEADLINE_S = 60.0
-FLOORS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.02}
+FLOORS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 0.04}
 """Mean gap in nats: rounding of the type, through four layers of this model, on both sides."""
 
 pytestmark = pytest.mark.engine
@@ -110,10 +110,10 @@ async def test_untied_float32_when_killed_then_no_child_is_left_after_5_s(
     with start_server(folder, "--max-num-seqs", "8") as running:
         async with FleetClient(running.address) as client:
             await check_updates(client, folder, "float32", open_trainer)
-            async with client.generate(long_call("run", 4, 1000), DEADLINE_S) as stream:
+            children = running.descendants()
+            assert len(children) >= 2
+            async with client.generate(long_call("run", 500, 1000), DEADLINE_S) as stream:
                 await anext(stream)
-                children = running.descendants()
-                assert len(children) >= 2
                 running.process.kill()
                 with pytest.raises(FleetUnavailable):
                     async for _ in stream:
@@ -130,7 +130,7 @@ async def test_tied_bfloat16_when_the_engine_dies_then_the_server_ends_with_its_
             await check_updates(client, folder, "bfloat16", open_trainer)
             children = running.descendants()
             engine_core = next(pid for pid in children if _command(pid).startswith("VLLM::EngineCore"))
-            async with client.generate(long_call("run", 4, 1000), DEADLINE_S) as stream:
+            async with client.generate(long_call("run", 500, 1000), DEADLINE_S) as stream:
                 await anext(stream)
                 os.kill(engine_core, signal.SIGKILL)
                 with pytest.raises(FleetUnavailable):

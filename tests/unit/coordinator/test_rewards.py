@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -176,12 +177,17 @@ async def test_pool_when_the_task_refuses_then_error_has_its_words() -> None:
             raise AssertionError("a pool without a task was entered")
 
 
-async def test_pool_when_a_child_cannot_start_in_time_then_error_names_the_task() -> None:
+@pytest.mark.parametrize("start_deadline_s", [0.0002, 0.001, 0.002, 0.004, 0.008])
+async def test_pool_when_a_child_cannot_start_in_time_then_error_names_the_task_and_nothing_stays_open(
+    start_deadline_s: float,
+) -> None:
     spec = TaskSpec(name="arithmetic", seed=0, system_prompt="", params={})
-    hasty = RewardPool(spec=spec, num_children=1, score_deadline_s=1.0, start_deadline_s=0.005)
-    with pytest.raises(WorkerError, match=r"task arithmetic was not ready within 0\.005 s"):
+    hasty = RewardPool(spec=spec, num_children=2, score_deadline_s=1.0, start_deadline_s=start_deadline_s)
+    with pytest.raises(WorkerError, match=f"task arithmetic was not ready within {start_deadline_s} s"):
         async with hasty:
             raise AssertionError("a pool without a child was entered")
+    # What was left open would warn now, and warnings are errors here.
+    gc.collect()
 
 
 def test_pool_when_a_number_is_out_of_range_then_is_refused() -> None:

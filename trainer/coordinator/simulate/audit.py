@@ -9,6 +9,12 @@ def audit(outcome: Outcome) -> None:
     """Raises `AssertionError` with the seed and the sentence that does not hold."""
     _audit_versions(outcome)
     _audit_staleness(outcome)
+    _audit_starvation(outcome)
+    audit_accounts(outcome)
+
+
+def audit_accounts(outcome: Outcome) -> None:
+    """Invariant 3 alone, which holds whatever the rules are about staleness."""
     _audit_fates(outcome)
     _audit_tokens(outcome)
 
@@ -51,6 +57,19 @@ def _audit_staleness(outcome: Outcome) -> None:
             len(step.groups) == settings.batch_size or step is outcome.steps[-1],
             f"step {step.step} has {len(step.groups)} groups of {settings.batch_size}",
         )
+
+
+def _audit_starvation(outcome: Outcome) -> None:
+    """Under `wait` nobody is passed over until it is too late: every draw is trained, or has failed by itself."""
+    settings = outcome.scenario.settings
+    if settings.on_stale != "wait" or settings.num_steps is None:
+        return
+    passed_over = {
+        fate.draw.draw_id
+        for fate in outcome.fates
+        if fate.outcome in ("dropped", "returned") and fate.reason in ("stale", "run_ended")
+    }
+    _require(outcome, not passed_over, f"no draw is given up for its age: {sorted(passed_over)}")
 
 
 def _audit_fates(outcome: Outcome) -> None:

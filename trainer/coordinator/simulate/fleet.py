@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from asyppo_async.trainer.coordinator.membership_state import MembershipState, Session
 from asyppo_async.trainer.coordinator.simulate.clock import Event, VirtualClock
 from asyppo_async.trainer.coordinator.simulate.scenario import Fault, Scenario
 from asyppo_async.trainer.coordinator.simulate.server import Sequence, SimServer
@@ -10,18 +11,18 @@ from asyppo_async.trainer.coordinator.simulate.server import Sequence, SimServer
 _SLOWNESS = 10.0
 
 
-Session = list[tuple[SimServer, int]]
-"""Servers of a publication, with the number of times that each had been started."""
-
-
 class SimFleet:
-    """Servers as the coordinator sees them: sequences in, ended sequences out, a publication at a time."""
+    """Servers as the coordinator sees them: sequences in, ended sequences out, a publication at a time.
+
+    Who is there, who may serve and who receives a version is decided by `MembershipState`.
+    """
 
     def __init__(
         self,
         scenario: Scenario,
         clock: VirtualClock,
         *,
+        debug: bool,
         on_ended: Callable[[Sequence], None],
         on_joiner: Callable[[], None],
     ) -> None:
@@ -30,38 +31,43 @@ class SimFleet:
         self._clock = clock
         self._on_ended = on_ended
         self._on_joiner = on_joiner
-        self.servers = [SimServer(plan) for plan in scenario.servers]
+        self.servers = {f"s{index}": SimServer(plan) for index, plan in enumerate(scenario.servers)}
+        self.members = MembershipState(debug=debug)
         self._wakes: dict[SimServer, Event] = {}
-        self._homeless: list[Sequence] = []
+        self._homeless: list[list[Sequence]] = []
         """Sequences while no server serves."""
         self._homes: dict[Sequence, SimServer] = {}
         self._publishing: Event | None = None
+        self._on_served: Callable[[int], None] = lambda version: None
         self.num_publications = 0
-        for server in self.servers:
+        for name, server in self.servers.items():
             if server.plan.joins_s > 0:
                 server.is_alive = False
-                clock.at(server.plan.joins_s, partial(self._join, server))
+                clock.at(server.plan.joins_s, partial(self._join, name))
+            else:
+                self.members.joined(name)
         for fault in scenario.faults:
             if fault.kind != "kill_coordinator":
                 clock.at(fault.at_s, partial(self._strike, fault))
 
-    def submit(self, sequence: Sequence) -> None:
-        """To the least loaded server that serves; kept if there is none."""
-        serving = [server for server in self.servers if server.serves]
+    def submit(self, sequences: list[Sequence]) -> None:
+        """All of them to the least loaded server that serves; kept if there is none."""
+        serving = [server for name, server in self.servers.items() if self.members.serves(name)]
         if not serving:
-            self._homeless.append(sequence)
+            self._homeless.append(sequences)
             return
         server = min(serving, key=lambda server: server.load)
         server.advance(self._clock.now_s)
-        server.submit(sequence)
-        self._homes[sequence] = server
+        server.submit(sequences)
+        self._homes.update(dict.fromkeys(sequences, server))
         self._wake_at_next_end(server)
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop it; its tokens so far are stamped."""
         server = self._homes.pop(sequence, None)
         if server is None:
-            self._homeless = [other for other in self._homeless if other is not sequence]
+            for group in self._homeless:
+                group[:] = [other for other in group if other is not sequence]
             return
         server.advance(self._clock.now_s)
         server.cancel(sequence)
@@ -69,82 +75,115 @@ class SimFleet:
 
     def abandon(self) -> None:
         """The coordinator died: every stream and the publication under way end with it."""
-        for server in self.servers:
+        for server in self.servers.values():
             server.advance(self._clock.now_s)
             server.clear()
             server.is_paused = False
             self._wake_at_next_end(server)
         self._homes.clear()
         self._homeless.clear()
-        if self._publishing is not None:
-            self._publishing.cancelled = True
-            self._publishing = None
+        self._end_publication()
+        self.members.new_incarnation()
 
     @property
     def is_publishing(self) -> bool:
         return self._publishing is not None
 
-    def publish(self, version: int, on_served: Callable[[int], None]) -> None:
-        """Send `version` to the servers there are now; `on_served` when all that are left of them serve it.
+    @property
+    def occupied_s(self) -> float:
+        """Sequences running on all servers, integrated over time until now."""
+        for server in self.servers.values():
+            server.advance(self._clock.now_s)
+        return sum(server.occupied_s for server in self.servers.values())
 
-        A failed publication is repeated until it succeeds; a server that joins meanwhile waits for the next one.
+    def publish(self, version: int, on_served: Callable[[int], None]) -> None:
+        """Send `version` to the servers there are now; `on_served` when all of them serve it.
+
+        A failed publication, or one whose receiver died, is repeated until it succeeds; a server that joins
+        meanwhile waits for the next one. Without a server nothing is sent before one joins.
         """
-        session = [(server, server.num_boots) for server in self.servers if server.is_alive]
+        session = self.members.open_session(version)
+        if session is None:
+            return
         scenario = self._scenario
         seconds = scenario.publication_s
         if scenario.chance("publication", self.num_publications) < scenario.failed_publication_fraction:
             seconds *= 2
         self.num_publications += 1
-        self._publishing = self._clock.after(seconds, lambda: self._load(session, version, on_served))
+        self._on_served = on_served
+        self._publishing = self._clock.after(seconds, lambda: self._load(session))
 
-    def _load(self, session: Session, version: int, on_served: Callable[[int], None]) -> None:
-        for server in _left(session):
+    def _load(self, session: Session) -> None:
+        for server in self._servers_of(session):
             server.advance(self._clock.now_s)
             server.is_paused = True
             self._wake_at_next_end(server)
-        self._publishing = self._clock.after(
-            self._scenario.pause_s, lambda: self._commit(session, version, on_served)
-        )
+        self._publishing = self._clock.after(self._scenario.pause_s, lambda: self._commit(session))
 
-    def _commit(self, session: Session, version: int, on_served: Callable[[int], None]) -> None:
+    def _commit(self, session: Session) -> None:
         self._publishing = None
-        left = _left(session)
-        for server in left:
+        self.members.completed(session.epoch)
+        recompute = self._scenario.kv_on_update == "recompute"
+        for server in self._servers_of(session):
             server.advance(self._clock.now_s)
             server.is_paused = False
-            server.commit(version)
+            server.commit(session.version, recompute=recompute)
             self._wake_at_next_end(server)
         homeless, self._homeless = self._homeless, []
-        for sequence in homeless:
-            self.submit(sequence)
-        if left:
-            on_served(version)
-        if any(server.is_alive and server.version < 0 for server in self.servers):
+        for sequences in homeless:
+            self.submit(sequences)
+        self._on_served(session.version)
+        if self.members.has_joiners:
             self._on_joiner()
 
-    def _join(self, server: SimServer) -> None:
+    def _servers_of(self, session: Session) -> list[SimServer]:
+        return [self.servers[name] for name in session.names]
+
+    def _end_publication(self) -> None:
+        if self._publishing is not None:
+            self._publishing.cancelled = True
+            self._publishing = None
+
+    def _join(self, name: str) -> None:
+        server = self.servers[name]
         server.advance(self._clock.now_s)
         server.boot()
+        self.members.joined(name)
         self._on_joiner()
 
     def _strike(self, fault: Fault) -> None:
-        server = self.servers[fault.server]
+        name = f"s{fault.server}"
+        server = self.servers[name]
         if not server.is_alive:
             return
         server.advance(self._clock.now_s)
         if fault.kind == "crash":
-            server.is_alive = False
-            for sequence in server.clear():
-                del self._homes[sequence]
-                self.submit(sequence)
-            self._clock.after(fault.duration_s, lambda: self._join(server))
-        elif fault.kind == "freeze":
+            self._crash(name, server)
+            self._clock.after(fault.duration_s, lambda: self._join(name))
+            return
+        if fault.kind == "freeze":
             server.is_frozen = True
         else:
             server.slowness = _SLOWNESS
         self._wake_at_next_end(server)
-        if fault.kind != "crash":
-            self._clock.after(fault.duration_s, lambda: self._recover(server))
+        self._clock.after(fault.duration_s, lambda: self._recover(server))
+
+    def _crash(self, name: str, server: SimServer) -> None:
+        """Its sequences go elsewhere with the tokens that had arrived; a publication to it is sent again at once."""
+        server.is_alive = False
+        session = self.members.session
+        breaks = self.members.lost(name)
+        for sequence in server.clear():
+            del self._homes[sequence]
+            self.submit([sequence])
+        self._wake_at_next_end(server)
+        if breaks and session is not None:
+            self._end_publication()
+            for other in self._servers_of(session):
+                other.advance(self._clock.now_s)
+                other.is_paused = False
+                self._wake_at_next_end(other)
+            self.publish(session.version, self._on_served)
 
     def _recover(self, server: SimServer) -> None:
         server.advance(self._clock.now_s)
@@ -167,8 +206,3 @@ class SimFleet:
             del self._homes[sequence]
             self._on_ended(sequence)
         self._wake_at_next_end(server)
-
-
-def _left(session: Session) -> list[SimServer]:
-    """Those that have not died since the publication began."""
-    return [server for server, num_boots in session if server.is_alive and server.num_boots == num_boots]

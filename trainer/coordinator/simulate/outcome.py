@@ -1,5 +1,6 @@
 """What a simulated run came to, as the world saw it (not as the decision core was told)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyppo_async.trainer.coordinator.draws import Draw, Fate, LedgerCounts, TokenCounts
@@ -34,7 +35,15 @@ class SimStep:
     waited_s: float
     groups: tuple[SimGroup, ...]
     num_trained_tokens: int
+    token_bound: int
+    """Older tokens had no weight."""
     lead_limit: int
+    num_generated_tokens: int
+    """By all attempts until the end of this step, as the ledger counts."""
+    dropped_tokens: Mapping[str, int]
+    """Of those, the ones that were thrown away, by reason."""
+    occupied_s: float
+    """Sequences running on all servers, integrated over time until the end of this step."""
 
     @property
     def staleness(self) -> int:

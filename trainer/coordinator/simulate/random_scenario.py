@@ -27,6 +27,7 @@ def random_scenario(
             num_slots=num_slots,
             base_s=token_s * rng.choice([0.5, 1.0, 1.0]),
             per_sequence_s=token_s * rng.choice([0.0, 0.05]),
+            prefill_s_per_token=token_s * rng.choice([0.0, 0.02]),
             joins_s=0.0 if index == 0 or rng.random() < 0.7 else rng.uniform(0, horizon_s / 2),
         )
         for index, num_slots in enumerate(slots)
@@ -43,6 +44,7 @@ def random_scenario(
             prompt_sigma=rng.choice([0.0, 0.5, 2.0]),
             member_sigma=rng.choice([0.0, 0.3]),
             max_tokens=8000,
+            prompt_tokens=rng.choice([0, 50]),
         ),
         step_s=step_s,
         step_s_per_token=rng.choice([0.0, 1e-4]) * step_s,
@@ -51,6 +53,8 @@ def random_scenario(
         publication_s=step_s * rng.choice([0.01, 0.2, 1.5]),
         pause_s=step_s * rng.choice([0.0, 0.05]),
         publication_blocks_trainer=rng.random() < 0.5,
+        kv_on_update=rng.choice(["keep", "recompute"]),
+        members_apart=rng.random() < 0.5,
         failed_publication_fraction=rng.choice([0.0, 0.2]),
         filtered_fraction=rng.choice([0.0, 0.3, 0.6]) if losses else 0.0,
         failed_reward_fraction=rng.choice([0.0, 0.05, 0.2]) if losses else 0.0,

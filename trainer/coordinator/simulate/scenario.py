@@ -1,14 +1,19 @@
 """What is simulated: servers, lengths, trainer, publications, faults. All of it follows from numbers and one seed."""
 
 import math
-import random
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
+from asyppo_async.algorithms.seeded import seeded_uniform
 from asyppo_async.trainer.coordinator.decisions import DecisionSettings
 from asyppo_async.trainer.coordinator.draws import Draw
+from asyppo_async.trainer.coordinator.sampler import EpochSampler
 
 FaultKind = Literal["crash", "freeze", "slow", "kill_coordinator"]
+KvOnUpdate = Literal["keep", "recompute"]
+
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +23,45 @@ class ServerPlan:
     num_slots: int
     base_s: float
     per_sequence_s: float
+    prefill_s_per_token: float
+    """Decoding stands still while a prompt is read; the members of a group share the prompt's KV."""
     joins_s: float
     """0: there from the start."""
+
+    @classmethod
+    def from_rates(
+        cls,
+        *,
+        num_slots: int,
+        alone_tokens_per_s: float,
+        full_tokens_per_s: float,
+        prefill_tokens_per_s: float,
+    ) -> "ServerPlan":
+        """From the speed of one sequence alone, and of all together with every slot taken.
+
+        Raises:
+            ValueError: all together cannot be slower than one, or faster than as many alone.
+        """
+        if not alone_tokens_per_s <= full_tokens_per_s <= num_slots * alone_tokens_per_s:
+            raise ValueError(
+                f"{num_slots} sequences make between {alone_tokens_per_s:g} and "
+                f"{num_slots * alone_tokens_per_s:g} tokens/s if one alone makes {alone_tokens_per_s:g}, "
+                f"got {full_tokens_per_s:g}"
+            )
+        more = max(1, num_slots - 1)
+        per_sequence_s = (num_slots / full_tokens_per_s - 1 / alone_tokens_per_s) / more
+        return cls(
+            num_slots=num_slots,
+            base_s=1 / alone_tokens_per_s - per_sequence_s,
+            per_sequence_s=per_sequence_s,
+            prefill_s_per_token=1 / prefill_tokens_per_s,
+            joins_s=0.0,
+        )
+
+    @property
+    def full_tokens_per_s(self) -> float:
+        """With every slot taken."""
+        return self.num_slots / (self.base_s + self.per_sequence_s * self.num_slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +83,7 @@ class LengthPlan:
     prompt_sigma: float
     member_sigma: float
     max_tokens: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +105,10 @@ class Scenario:
     pause_s: float
     """How long a server stands still to load the weights."""
     publication_blocks_trainer: bool
+    kv_on_update: KvOnUpdate
+    """`recompute`: after a publication a server reads prompts and responses in flight again."""
+    members_apart: bool
+    """Each member of a group goes to a server of its own choice; else the group stays together (one prefill)."""
     failed_publication_fraction: float
     """Publications that have to be sent again."""
     filtered_fraction: float
@@ -80,16 +127,28 @@ class Scenario:
     restores_queue: bool
     """Whether a resumed coordinator still has the queued trajectories."""
 
-    def chance(self, what: str, *keys: object) -> float:
+    def chance(self, what: str, *keys: int | str) -> float:
         """A number in [0, 1) that depends on the seed and the names only."""
-        return random.Random(":".join(map(str, (self.seed, what, *keys)))).random()
+        return seeded_uniform(self.seed, what, *keys)
+
+    def training_s(self, num_tokens: int) -> float:
+        """Seconds of a step with a batch of so many tokens."""
+        return self.step_s + self.step_s_per_token * num_tokens
 
     def length(self, draw: Draw, member: int) -> int:
         """Tokens of one response; the same prompt is long on every attempt."""
         plan = self.lengths
-        of_prompt = random.Random(f"{self.seed}:prompt:{draw.prompt_id}").gauss(0.0, plan.prompt_sigma)
-        of_member = random.Random(
-            f"{self.seed}:member:{draw.prompt_id}:{draw.draw_id}:{draw.attempt}:{member}"
-        )
-        log_length = math.log(plan.median_tokens) + of_prompt + of_member.gauss(0.0, plan.member_sigma)
+        of_prompt = self._gauss("prompt", draw.prompt_id)
+        of_member = self._gauss("member", draw.prompt_id, draw.draw_id, draw.attempt, member)
+        log_length = math.log(plan.median_tokens)
+        log_length += plan.prompt_sigma * of_prompt + plan.member_sigma * of_member
         return max(1, min(plan.max_tokens, round(math.exp(log_length))))
+
+    def _gauss(self, what: str, *keys: int | str) -> float:
+        return _NORMAL.inv_cdf(max(1e-15, self.chance(what, *keys)))
+
+
+def sampler_of(scenario: Scenario) -> EpochSampler:
+    """The prompts of a scenario."""
+    prompt_ids = [f"p{index}" for index in range(scenario.num_prompts)]
+    return EpochSampler(prompt_ids=prompt_ids, seed=scenario.seed, num_epochs=scenario.num_epochs)

@@ -2,6 +2,7 @@
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyppo_async.trainer.coordinator.draws import Draw
@@ -17,6 +18,7 @@ class Sequence:
     draw: Draw
     member: int
     length: int
+    prompt_tokens: int
     versions: dict[int, int] = field(default_factory=dict)
     """Tokens generated so far, by the version that sampled them."""
     start_work: float = 0.0
@@ -36,18 +38,18 @@ class SimServer:
         self.is_frozen = False
         self.slowness = 1.0
         self.is_paused = False
-        self.num_boots = 0
         self._running: dict[Sequence, None] = {}
         self._waiting: deque[Sequence] = deque()
         self._ends: list[tuple[float, int, Sequence]] = []
         self._num_started = 0
         self._work = 0.0
         self._last_s = 0.0
-
-    @property
-    def serves(self) -> bool:
-        """Whether it takes requests: alive, and a complete publication has arrived."""
-        return self.is_alive and self.version >= 0
+        self._prefill_s = 0.0
+        """Reading that stands before the next decode iteration."""
+        self._read: Draw | None = None
+        """The draw whose prompt was read last: its KV is still there."""
+        self.occupied_s = 0.0
+        """Sequences running, integrated over time."""
 
     @property
     def load(self) -> float:
@@ -56,7 +58,6 @@ class SimServer:
 
     def boot(self) -> None:
         """A new process: it serves nothing until a publication has arrived."""
-        self.num_boots += 1
         self.is_alive = True
         self.is_frozen = self.is_paused = False
         self.slowness = 1.0
@@ -64,8 +65,14 @@ class SimServer:
 
     def advance(self, now_s: float) -> None:
         """Generate until `now_s` at the speed that held since the last change. Call before every change."""
-        self._work += (now_s - self._last_s) * self._rate()
+        elapsed_s = now_s - self._last_s
+        rate = self._rate()
         self._last_s = now_s
+        self.occupied_s += elapsed_s * len(self._running)
+        if rate > 0.0:
+            reading_s = min(self._prefill_s, elapsed_s)
+            self._prefill_s -= reading_s
+            self._work += (elapsed_s - reading_s) * rate
 
     def next_end_s(self) -> float | None:
         """When the next sequence ends if nothing changes; None: none will."""
@@ -73,10 +80,11 @@ class SimServer:
         rate = self._rate()
         if not self._ends or rate == 0.0:
             return None
-        return self._last_s + max(0.0, self._ends[0][0] - self._work) / rate
+        return self._last_s + self._prefill_s + max(0.0, self._ends[0][0] - self._work) / rate
 
-    def submit(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Those that come together share one prompt."""
+        self._waiting.extend(sequences)
         self._fill()
 
     def cancel(self, sequence: Sequence) -> None:
@@ -101,11 +109,15 @@ class SimServer:
             ended.append(sequence)
             self._fill()
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int, *, recompute: bool) -> None:
         """New weights: tokens from here on carry `version`; sequences in flight carry both."""
         for sequence in self._running:
             self._stamp(sequence)
         self.version = version
+        if recompute:
+            prompts = {sequence.draw: sequence.prompt_tokens for sequence in self._running}
+            tokens = sum(prompts.values()) + sum(sequence.num_tokens for sequence in self._running)
+            self._prefill_s = tokens * self.plan.prefill_s_per_token
 
     def clear(self) -> list[Sequence]:
         """Crash or cancellation of everything: what was on it, with the tokens that had arrived."""
@@ -115,6 +127,8 @@ class SimServer:
         self._running.clear()
         self._waiting.clear()
         self._ends.clear()
+        self._prefill_s = 0.0
+        self._read = None
         return lost
 
     def _rate(self) -> float:
@@ -127,6 +141,9 @@ class SimServer:
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self.plan.num_slots:
             sequence = self._waiting.popleft()
+            context = sequence.num_tokens + (0 if sequence.draw == self._read else sequence.prompt_tokens)
+            self._read = sequence.draw
+            self._prefill_s += context * self.plan.prefill_s_per_token
             sequence.start_work = self._work
             self._running[sequence] = None
             end = self._work + sequence.length - sequence.num_tokens

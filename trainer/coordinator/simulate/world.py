@@ -4,7 +4,6 @@ Everything that the core is told passes through here, and here it is lost, doubl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from asyppo_async.errors import Stalled
@@ -12,136 +11,135 @@ from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.decisions import CoreState
 from asyppo_async.trainer.coordinator.draws import Draw, TokenUse
 from asyppo_async.trainer.coordinator.order import Chosen, Waiting
-from asyppo_async.trainer.coordinator.sampler import EpochSampler
-from asyppo_async.trainer.coordinator.simulate.clock import Event, VirtualClock
+from asyppo_async.trainer.coordinator.simulate.clock import VirtualClock
 from asyppo_async.trainer.coordinator.simulate.fleet import SimFleet
+from asyppo_async.trainer.coordinator.simulate.in_progress import Checkpoint, Rollout
 from asyppo_async.trainer.coordinator.simulate.outcome import Outcome, SimGroup, SimStep
-from asyppo_async.trainer.coordinator.simulate.scenario import Scenario
+from asyppo_async.trainer.coordinator.simulate.rival_rule import RivalRule
+from asyppo_async.trainer.coordinator.simulate.rule import Rule
+from asyppo_async.trainer.coordinator.simulate.scenario import Scenario, sampler_of
 from asyppo_async.trainer.coordinator.simulate.server import Sequence
-
-
-@dataclass(slots=True, kw_only=True)
-class _Rollout:
-    """An attempt in flight."""
-
-    draw: Draw
-    deadline: Event
-    missing: dict[int, Sequence]
-    ended: list[Sequence] = field(default_factory=list)
-    is_silent: bool = False
-    """It is complete, and the message that says so was lost."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(sequence.num_tokens for sequence in [*self.missing.values(), *self.ended])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint:
-    core: CoreState
-    groups: dict[int, SimGroup]
-    num_steps: int
-    num_fates: int
 
 
 class World:
     """One run of a scenario."""
 
-    def __init__(self, scenario: Scenario, *, debug: bool) -> None:
+    def __init__(self, scenario: Scenario, *, debug: bool, rule: Rule | None = None) -> None:
+        """`rule` None: the decision core. Other rules know no checkpoint: their coordinator cannot be killed."""
         self._scenario = scenario
         self._debug = debug
         self._clock = VirtualClock()
-        self._fleet = SimFleet(scenario, self._clock, on_ended=self._sequence_ended, on_joiner=self._publish)
+        self._fleet = SimFleet(
+            scenario, self._clock, debug=debug, on_ended=self._sequence_ended, on_joiner=self._joiner
+        )
         self._outcome = Outcome(scenario=scenario)
-        self.core = DecisionCore(settings=scenario.settings, sampler=self._sampler(), debug=debug)
-        self._rollouts: dict[int, _Rollout] = {}
+        core = DecisionCore(settings=scenario.settings, sampler=sampler_of(scenario), debug=debug)
+        self.rule: Rule = rule or core
+        self._rival = rule if isinstance(rule, RivalRule) else None
+        self._rollouts: dict[int, Rollout] = {}
         self._groups: dict[int, SimGroup] = {}
+        self._has_news = True
+        """Whether anything has happened that the rules could answer."""
         self._is_training = False
         self._unended: Callable[[], None] | None = None
         """The end of a step whose critics still wait for the batch ahead."""
         self._is_blocked = False
         """Ended a step, and has to send its weights before the next one."""
         self._incarnation = 0
-        self._checkpoint = _Checkpoint(core=self.core.state(), groups={}, num_steps=0, num_fates=0)
+        self._checkpoint = Checkpoint(core=core.state(), groups={}, num_steps=0, num_fates=0)
         for fault in scenario.faults:
             if fault.kind == "kill_coordinator":
                 self._clock.at(fault.at_s, self._kill)
 
-    def run(self) -> Outcome:
-        """To the end.
+    def run(self, until_step: int | None = None, on_step: Callable[[int], None] | None = None) -> Outcome:
+        """To the end, or until `until_step` steps are made. `on_step` is told how many have been.
 
         Raises:
             Stalled: nothing is left to happen and the run has not ended, or too many draws were given up.
         """
+        outcome = self._outcome
         self._publish()
-        while not self.core.finished:
+        num_told = 0
+        while not self.rule.finished and (until_step is None or len(outcome.steps) < until_step):
             if not self._clock.step():
-                raise Stalled(f"seed {self._scenario.seed}: nothing happens any more at {self.core.counts()}")
-            self._pump()
+                raise Stalled(f"seed {self._scenario.seed}: nothing happens any more at {self.rule.counts()}")
+            if self._has_news:
+                self._has_news = False
+                self._pump()
+            if on_step is not None and len(outcome.steps) > num_told:
+                num_told = len(outcome.steps)
+                on_step(num_told)
         for rollout in list(self._rollouts.values()):
             self._stop(rollout)
-        outcome = self._outcome
-        outcome.fates.extend(self.core.close(self._clock.now_s))
+        outcome.fates.extend(self.rule.close(self._clock.now_s))
         outcome.duration_s = self._clock.now_s
-        outcome.counts, outcome.tokens = self.core.counts(), self.core.token_counts()
+        outcome.counts, outcome.tokens = self.rule.counts(), self.rule.token_counts()
         return outcome
 
-    def _sampler(self) -> EpochSampler:
-        scenario = self._scenario
-        prompt_ids = [f"p{index}" for index in range(scenario.num_prompts)]
-        return EpochSampler(prompt_ids=prompt_ids, seed=scenario.seed, num_epochs=scenario.num_epochs)
-
     def _pump(self) -> None:
-        """After every event: start what may be started, train what can be trained."""
+        """Start what may be started, train what can be trained."""
         now_s = self._clock.now_s
-        for draw in self.core.admit(now_s):
+        self._stop_cancelled()
+        for draw in self.rule.admit(now_s):
             self._start(draw)
-        if self.core.finished:
+        if self.rule.finished:
             return
         if not self._is_training and not self._is_blocked:
-            batch = self.core.choose_batch(now_s)
+            batch = self.rule.choose_batch(now_s)
             if isinstance(batch, Chosen):
                 self._train(batch)
         elif self._unended is not None:
             end, self._unended = self._unended, None
             end()
-        for draw in self.core.admit(now_s):
+        self._stop_cancelled()
+        for draw in self.rule.admit(now_s):
             self._start(draw)
+
+    def _stop_cancelled(self) -> None:
+        for draw in [] if self._rival is None else self._rival.take_cancelled():
+            self._stop(self._rollouts[draw.draw_id])
+            self.rule.fail(draw, reason="cancelled", now_s=self._clock.now_s)
 
     def _start(self, draw: Draw) -> None:
         scenario = self._scenario
         sequences = {
-            member: Sequence(draw=draw, member=member, length=scenario.length(draw, member))
+            member: Sequence(
+                draw=draw,
+                member=member,
+                length=scenario.length(draw, member),
+                prompt_tokens=scenario.lengths.prompt_tokens,
+            )
             for member in range(scenario.settings.group_size)
         }
         self._groups.pop(draw.draw_id, None)
-        self._rollouts[draw.draw_id] = _Rollout(
+        self._rollouts[draw.draw_id] = Rollout(
             draw=draw,
-            deadline=self._clock.after(scenario.deadline_s, lambda: self._late(draw)),
+            deadline=self._clock.after(
+                scenario.deadline_s, lambda: self._complete(self._rollouts[draw.draw_id], reason="deadline")
+            ),
             missing=sequences,
         )
-        for sequence in sequences.values():
-            self._fleet.submit(sequence)
+        if scenario.members_apart:
+            for sequence in sequences.values():
+                self._fleet.submit([sequence])
+        else:
+            self._fleet.submit(list(sequences.values()))
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         rollout = self._rollouts[sequence.draw.draw_id]
         rollout.ended.append(rollout.missing.pop(sequence.member))
-        self.core.record_tokens(rollout.draw, rollout.num_tokens)
+        rollout.num_ended_tokens += sequence.num_tokens
+        self.rule.record_tokens(rollout.draw, rollout.num_ended_tokens)
         if not rollout.missing:
             key = (rollout.draw.draw_id, rollout.draw.attempt)
             rollout.is_silent = self._scenario.chance("lost", *key) < self._scenario.lost_fraction
             if not rollout.is_silent:
                 self._complete(rollout, reason="failed_reward")
 
-    def _late(self, draw: Draw) -> None:
-        """The deadline of an attempt: what is missing, or was not heard of, is lost."""
-        rollout = self._rollouts[draw.draw_id]
-        self._complete(rollout, reason="deadline")
-
-    def _complete(self, rollout: _Rollout, *, reason: str) -> None:
-        """All members are there, or given up: reward them and tell the core. `reason`: if none is left."""
+    def _complete(self, rollout: Rollout, *, reason: str) -> None:
+        """All members are there, or what is missing is late and lost: reward them. `reason`: if none is left."""
         scenario, draw, now_s = self._scenario, rollout.draw, self._clock.now_s
-        key = (draw.draw_id, draw.attempt)
+        key, self._has_news = (draw.draw_id, draw.attempt), True
         self._stop(rollout)
         kept = [
             sequence
@@ -150,9 +148,9 @@ class World:
             and scenario.chance("reward", *key, sequence.member) >= scenario.failed_reward_fraction
         ]
         if not kept or scenario.chance("doomed", draw.prompt_id) < scenario.doomed_fraction:
-            self.core.fail(draw, reason=reason, now_s=now_s)
+            self.rule.fail(draw, reason=reason, now_s=now_s)
         elif scenario.chance("filtered", *key) < scenario.filtered_fraction:
-            self.core.filter(draw, reason="equal_rewards", now_s=now_s)
+            self.rule.filter(draw, reason="equal_rewards", now_s=now_s)
         else:
             self._finish(draw, kept)
             if scenario.chance("duplicated", *key) < scenario.duplicated_fraction:
@@ -170,7 +168,7 @@ class World:
             for version, number in sequence.versions.items():
                 versions[version] = versions.get(version, 0) + number
         group = SimGroup(draw=draw, num_members=len(kept), versions=versions)
-        answer = self.core.finish(
+        answer = self.rule.finish(
             draw,
             num_members=group.num_members,
             num_tokens=group.num_tokens,
@@ -182,33 +180,33 @@ class World:
             self._groups[draw.draw_id] = group
         return answer
 
-    def _stop(self, rollout: _Rollout) -> None:
+    def _stop(self, rollout: Rollout) -> None:
         """No more tokens; those that were generated are told, and counted."""
         rollout.deadline.cancelled = True
         for sequence in rollout.missing.values():
             self._fleet.cancel(sequence)
-        self.core.record_tokens(rollout.draw, rollout.num_tokens)
+        self.rule.record_tokens(rollout.draw, rollout.num_tokens)
         self._outcome.num_tokens += rollout.num_tokens
         del self._rollouts[rollout.draw.draw_id]
 
     def _train(self, batch: Chosen) -> None:
         scenario, now_s = self._scenario, self._clock.now_s
-        self._is_training = True
-        self.core.begin_step(now_s)
+        self._is_training = self._has_news = True  # the batch has left the queue: there may be room
+        self.rule.begin_step(now_s)
         is_skipped = scenario.chance("skipped", batch.step) < scenario.skipped_fraction
-        seconds = scenario.step_s / 10 if is_skipped else scenario.step_s
-        seconds += 0.0 if is_skipped else scenario.step_s_per_token * batch.num_tokens
+        seconds = scenario.training_s(batch.num_tokens) / (10 if is_skipped else 1)
         incarnation = self._incarnation
         self._clock.after(
             seconds,
             lambda: self._trained(batch, now_s, is_skipped) if incarnation == self._incarnation else None,
         )
         if scenario.critic_ahead:
-            self.core.choose_ahead(now_s)
+            self.rule.choose_ahead(now_s)
 
     def _trained(self, batch: Chosen, began_s: float, is_skipped: bool) -> None:
         now_s = self._clock.now_s
-        if self._scenario.critic_ahead and isinstance(self.core.choose_ahead(now_s), Waiting):
+        self._has_news = True
+        if self._scenario.critic_ahead and isinstance(self.rule.choose_ahead(now_s), Waiting):
             # As in the event loop: the step ends when the critics, too, have had their batch.
             self._unended = partial(self._trained, batch, began_s, is_skipped)
             return
@@ -223,7 +221,8 @@ class World:
         use = TokenUse(
             trained=0 if is_skipped else fresh, stale=total - fresh, rejected=fresh if is_skipped else 0
         )
-        report = self.core.end_step(now_s, use)
+        report = self.rule.end_step(now_s, use)
+        tokens = self.rule.token_counts()
         self._outcome.busy_s += now_s - began_s
         self._outcome.fates.extend(report.fates)
         self._outcome.steps.append(
@@ -234,11 +233,15 @@ class World:
                 waited_s=batch.waited_s,
                 groups=groups,
                 num_trained_tokens=use.trained,
+                token_bound=batch.token_bound,
                 lead_limit=report.lead_limit,
+                num_generated_tokens=tokens.generated,
+                dropped_tokens=tokens.dropped_by_reason,
+                occupied_s=self._fleet.occupied_s,
             )
         )
-        self._outcome.publications.append((self._incarnation, self.core.version))
-        if self.core.version % self._scenario.checkpoint_every_steps == 0:
+        self._outcome.publications.append((self._incarnation, self.rule.version))
+        if self.rule.version % self._scenario.checkpoint_every_steps == 0:
             self._save()
         self._is_training = False
         self._is_blocked = self._scenario.publication_blocks_trainer
@@ -247,18 +250,25 @@ class World:
     def _publish(self) -> None:
         """The version of now to every server; if a publication is under way, it will be followed by another."""
         if not self._fleet.is_publishing:
-            self._fleet.publish(self.core.version, self._served)
+            self._fleet.publish(self.rule.version, self._served)
+
+    def _joiner(self) -> None:
+        self._has_news = True
+        self._publish()
 
     def _served(self, version: int) -> None:
-        self.core.served(version)
-        if version < self.core.version:
+        self._has_news = True
+        self.rule.served(version)
+        if version < self.rule.version:
             self._publish()
         else:
             self._is_blocked = False
 
     def _save(self) -> None:
-        self._checkpoint = _Checkpoint(
-            core=self.core.state(),
+        if not isinstance(self.rule, DecisionCore):
+            return
+        self._checkpoint = Checkpoint(
+            core=self.rule.state(),
             groups=dict(self._groups),
             num_steps=len(self._outcome.steps),
             num_fates=len(self._outcome.fates),
@@ -278,11 +288,11 @@ class World:
         self._outcome.num_resumes += 1
         self._incarnation += 1
         self._is_training = self._is_blocked = False
-        self._unended = None
-        self.core = DecisionCore.from_state(
+        self._unended, self._has_news = None, True
+        self.rule = DecisionCore.from_state(
             CoreState.from_json(saved.core.to_json()),
             settings=self._scenario.settings,
-            sampler=self._sampler(),
+            sampler=sampler_of(self._scenario),
             restored_draw_ids=self._groups.keys(),
             now_s=self._clock.now_s,
             debug=self._debug,
