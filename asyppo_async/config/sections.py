@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from asyppo_async.config.algorithm import AlgorithmSection
-from asyppo_async.config.base import PositiveSeconds, Section
+from asyppo_async.config.base import PositiveSeconds, Section, Share
 from asyppo_async.config.selection import SelectionSection
 
 Dtype = Literal["float32", "bfloat16"]
