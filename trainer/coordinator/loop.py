@@ -234,12 +234,16 @@ class TrainingLoop:
             "ledger/issued": float(counts.issued),
             "ledger/trained": float(counts.trained),
             "ledger/dropped": float(counts.dropped),
+            "ledger/filtered": float(counts.filtered),
+            "ledger/skipped": float(counts.skipped),
             "ledger/reduced": float(counts.reduced),
             "waste/tokens_generated": float(tokens.generated),
             "waste/tokens_trained": float(tokens.trained),
         }
         if publication is not None:
             row |= publication.metrics()
+        if self._selection is not None:
+            row |= self._selection.metrics()
         return row
 
 

@@ -7,7 +7,6 @@ from typing import Protocol
 from asyppo_async.algorithms.daps import (
     DapsDecision,
     DapsSettings,
-    DapsSummary,
     OutcomeCounts,
     decide,
     summarise,
@@ -17,6 +16,7 @@ from asyppo_async.algorithms.greso import Greso, GresoProbabilities, GresoSettin
 from asyppo_async.algorithms.prompt_values import closest_to_target
 from asyppo_async.algorithms.seeded import seeded_uniform
 from asyppo_async.config.selection import SelectionSection
+from asyppo_async.metrics import Metrics
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.types import Group
 
@@ -40,6 +40,10 @@ class Choice(Protocol):
         """A training step has ended."""
         ...
 
+    def metrics(self) -> Metrics:
+        """What was decided since the last call."""
+        ...
+
 
 @dataclass(slots=True)
 class DapsChoice:
@@ -50,7 +54,7 @@ class DapsChoice:
     scores: Mapping[str, float]
     num_scored: int
     decisions: list[DapsDecision] = field(default_factory=list)
-    """Since the last `take_summary`."""
+    """Since the last `metrics`."""
     _counts: OutcomeCounts = field(init=False)
     _step: int = 0
 
@@ -81,11 +85,14 @@ class DapsChoice:
         self._step += optimizer_steps if self.section.schedule_unit == "gradient_step" else 1
         self._counts.advance()
 
-    def take_summary(self) -> DapsSummary:
-        """Of the decisions since the last call."""
+    def metrics(self) -> Metrics:
         summary = summarise(self.decisions)
         self.decisions.clear()
-        return summary
+        return {
+            "selection/probability_mean": summary.mean_probability,
+            "selection/candidates_per_accepted": summary.candidates_per_accepted,
+            "selection/accepted_middle_share": summary.accepted_middle_share,
+        }
 
 
 @dataclass(slots=True)
@@ -104,6 +111,9 @@ class SpoChoice:
 
     def end_step(self, optimizer_steps: int) -> None:
         pass
+
+    def metrics(self) -> Metrics:
+        return {}
 
 
 @dataclass(slots=True)
@@ -135,6 +145,9 @@ class PclChoice:
 
     def end_step(self, optimizer_steps: int) -> None:
         pass
+
+    def metrics(self) -> Metrics:
+        return {}
 
 
 class CandidateOf(Protocol):
@@ -187,6 +200,13 @@ class GresoChoice:
                 epoch=self._epoch,
             )
         self._verdicts = dict.fromkeys(self._verdicts, 0)
+
+    def metrics(self) -> Metrics:
+        probabilities = self._greso.probabilities
+        return {
+            "selection/greso_easy": probabilities.easy,
+            "selection/greso_hard": probabilities.hard,
+        }
 
 
 def num_correct(group: Group) -> int:

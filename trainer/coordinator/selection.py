@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from asyppo_async.algorithms.daps import draw_candidate
 from asyppo_async.config.sections import TrainConfig
+from asyppo_async.metrics import Metrics
 from asyppo_async.trainer.coordinator.prompt_choices import (
     Choice,
     DapsChoice,
@@ -87,6 +88,10 @@ class SelectingSampler:
 
     def end_step(self, optimizer_steps: int) -> None:
         self._choice.end_step(optimizer_steps)
+
+    def metrics(self) -> Metrics:
+        """What was decided since the last call."""
+        return self._choice.metrics()
 
 
 def open_selection(

@@ -88,6 +88,8 @@ class StepRunner:
         self._table = table or PromptTable(config.selection)
         self._memory = StepMemory()
         self._ahead: tuple[int, CriticPart] | None = None
+        self._priors: NDArray[np.float64] | None = None
+        """[B] of the batch of the present step (SPO)."""
 
     async def start_values(self, prompts: Sequence[Prompt], step: int, trace: Trace) -> dict[str, float]:
         """V(s_0) of prompts by id, for the sampler."""
@@ -101,6 +103,7 @@ class StepRunner:
             trace: Receives the spans.
             batch_ahead: Read by `critic_ahead` only.
         """
+        self._priors = self._table.take(batch) if self._config.algorithm.estimator == "spo" else None
         if self._config.algorithm.schedule == "pre":
             result = await self._pre(batch, trace)
         elif self._config.algorithm.schedule == "post":
@@ -206,7 +209,7 @@ class StepRunner:
         baselines = Baselines(
             values=values.of_tokens,
             end_values=values.of_ends,
-            priors=self._table.take(batch) if config.algorithm.estimator == "spo" else None,
+            priors=self._priors,
         )
         with trace.span("arithmetic", batch.step):
             return await asyncio.to_thread(
