@@ -1,0 +1,26 @@
+"""Which worker groups a run's settings ask for."""
+
+from pathlib import Path
+
+import pytest
+
+from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.worker.group import GroupSpec, GroupTimes, specs_of
+
+TIMES = GroupTimes(join_timeout_s=1, request_timeout_s=1, silent_after_s=1)
+
+
+def specs(critic: CriticSection) -> tuple[GroupSpec, ...]:
+    return specs_of(ActorSection(model=Path("a")), critic, seed=0, bucket_bytes=1024, times=TIMES)
+
+
+def test_groups_when_there_are_no_critics_are_the_actor_alone() -> None:
+    (actor,) = specs(CriticSection(count=0))
+    assert actor.settings.role == "actor" and actor.critic is None
+
+
+def test_groups_of_critics_need_a_model() -> None:
+    assert [spec.critic for spec in specs(CriticSection(count=2, model=Path("c")))] == [None, 0, 1]
+    with pytest.raises(ConfigError, match=r"critic\.model is missing"):
+        specs(CriticSection(count=1))
