@@ -72,7 +72,7 @@ def cases(etas: list[int], rival_etas: list[int]) -> list[Case]:
     return [*found, Case(name="PipelineRL, ring buffer", max_staleness=0, rule=PipelineRingRule)]
 
 
-def scenario_of(case: Case, world: str) -> Scenario:
+def scenario_of(case: Case, world: str, seed: int) -> Scenario:
     fleet_gpus = NUM_GPUS if case.is_colocated else FLEET_GPUS[world]
     trainer_gpus = NUM_GPUS if case.is_colocated else NUM_GPUS - fleet_gpus
     plan = ServerPlan.from_rates(
@@ -96,7 +96,7 @@ def scenario_of(case: Case, world: str) -> Scenario:
         num_steps=None,
     )
     return Scenario(
-        seed=7,
+        seed=seed,
         settings=settings,
         num_prompts=100_000,
         num_epochs=None,
@@ -126,8 +126,8 @@ def scenario_of(case: Case, world: str) -> Scenario:
     )
 
 
-def simulate(case: Case, world: str, steps: int) -> Figures:
-    scenario = scenario_of(case, world)
+def simulate(case: Case, world: str, steps: int, seed: int) -> Figures:
+    scenario = scenario_of(case, world, seed)
     rule = None if case.rule is None else case.rule(settings=scenario.settings, sampler=sampler_of(scenario))
     num_warm_up = max(8, case.max_staleness + 8)
     outcome = World(scenario, debug=False, rule=rule).run(until_step=num_warm_up + steps)
@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps after the warm-up")
     parser.add_argument("--etas", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rival-etas", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--only", default="", help="rules whose name contains this")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
@@ -163,7 +164,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     rows = []
     with ProcessPoolExecutor(max_workers=arguments.processes) as pool:
-        futures = [pool.submit(simulate, case, arguments.world, arguments.steps) for case in table]
+        futures = [
+            pool.submit(simulate, case, arguments.world, arguments.steps, arguments.seed) for case in table
+        ]
         for case, future in zip(table, futures, strict=True):
             figures = future.result()
             print(row_of(case, figures), flush=True)
