@@ -55,6 +55,8 @@ class ActorSection(Section):
     """Tokens, padding included, of one forward and backward."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of each rank; 0: all that the process may use."""
+    reset_optimizer: bool = False
+    """Forget the optimizer's moments before each training step, that is, after each publication (GLM-5)."""
     non_finite_budget: int = Field(default=5, ge=0)
     """Optimizer steps that may be skipped for a non-finite loss or gradient before the run fails."""
 

@@ -165,6 +165,7 @@ def actor_request(
         kl_coefficient=algorithm.kl_coefficient,
         kl_estimator=algorithm.kl_estimator,
         positives=positives_of(batch, masks, mini_batches, algorithm.positive_nll_coefficient),
+        reset_optimizer=actor.reset_optimizer,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
     )

@@ -53,6 +53,8 @@ class Actor:
     def train(self, request: ActorTrain) -> TrainResult:
         started_s = time.perf_counter()
         layout = lay_out(request.sequences)
+        if request.reset_optimizer:
+            self._stepper.forget_moments()
         has_weight = sequences_with(request.policy_weights, layout)
         if request.entropy_coefficient != 0:
             has_weight |= sequences_with(request.entropy_weights, layout)

@@ -133,6 +133,8 @@ class ActorTrain:
     """Of `sum(policy_weights * KL) / D`, from the policy to `proximal_logprobs`."""
     kl_estimator: Literal["k2", "k3"] = "k3"
     positives: PositiveLikelihood | None = None
+    reset_optimizer: bool = False
+    """Forget the optimizer's moments before the first step."""
     top_p: float = 1.0
     """As in `ActorForward`; a token that falls outside the kept set loses its weight."""
     top_k: int = 0

@@ -88,6 +88,10 @@ class Stepper:
             steps.append(self._step(sequences, layout, chosen[has_weight[chosen]], index, loss_of))
         return tuple(steps)
 
+    def forget_moments(self) -> None:
+        """Let the optimizer start anew."""
+        self._backend.forget_moments()
+
     def _step(
         self,
         sequences: TokenSequences,

@@ -215,3 +215,18 @@ def test_kept_set_at_the_actor_gives_minus_infinity_outside_and_no_weight(
     request = replace(actor_request(sequences, [9]), top_k=8, top_p=0.95)
     (step,) = open_actor(folder).learner.train(request).steps
     assert step.num_tokens == int(((request.policy_weights != 0) & ~outside).sum())
+
+
+def test_optimizer_when_reset_steps_as_a_new_one(folder: Path, sequences: TokenSequences) -> None:
+    request = actor_request(sequences, [9])
+    kept, reset = open_actor(folder), open_actor(folder)
+    for actor in (kept, reset):
+        actor.learner.train(request)
+    fresh = open_actor(folder)
+    fresh.module.load_state_dict(reset.module.state_dict())
+    kept.learner.train(request)
+    reset.learner.train(replace(request, reset_optimizer=True))
+    fresh.learner.train(request)
+    weights = [dict(actor.module.named_parameters()) for actor in (kept, reset, fresh)]
+    assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
+    assert not all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])

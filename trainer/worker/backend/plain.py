@@ -79,6 +79,9 @@ class PlainBackend:
         self.discard()
         return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=applied)
 
+    def forget_moments(self) -> None:
+        self._optimizer.state.clear()
+
     def discard(self) -> None:
         for weight, master in zip(self._weights, self._masters, strict=True):
             weight.grad = master.grad = None

@@ -37,6 +37,10 @@ class Backend(Protocol):
         """Sum the gradients over the ranks, clip, update the weights, forget the gradients."""
         ...
 
+    def forget_moments(self) -> None:
+        """Let the optimizer start anew; the schedule of the learning rate goes on."""
+        ...
+
     def discard(self) -> None:
         """Forget the gradients without a step."""
         ...
