@@ -2,8 +2,11 @@
 
 PING_INTERVAL_S = 10.0
 """How often an end asks whether the other one still lives."""
-PING_TIMEOUT_S = 5.0
-"""A peer that does not answer for so long is gone: a stopped or cut-off host is noticed after both together."""
+PING_TIMEOUT_S = 20.0
+"""A peer that does not answer for so long is gone: a stopped or cut-off host is noticed after both together.
+
+Long against the pauses of a host that is only busy: with 5 s, a laptop at four times its load lost live streams.
+"""
 
 _UNLIMITED = -1
 
