@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps of each run, warm-up included")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=2, help="what balances training against generation")
+    parser.add_argument("--epochs", type=int, default=1, help="more makes training longer")
+    parser.add_argument("--max-num-seqs", type=int, default=48, help="fewer makes generation longer")
     arguments = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two cores are needed, one for each side")
@@ -49,7 +50,7 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    server, address = start_server(arguments.models / "actor", folder, core=first)
+    server, address = start_server(arguments, folder, core=first)
     try:
         rows: dict[int, list[dict[str, float]]] = {0: [], 2: []}
         for repeat in range(arguments.repeats):
@@ -75,10 +76,13 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     }
 
 
-def start_server(model: Path, folder: Path, *, core: int) -> tuple[subprocess.Popen[bytes], str]:
+def start_server(
+    arguments: argparse.Namespace, folder: Path, *, core: int
+) -> tuple[subprocess.Popen[bytes], str]:
     ready = folder / "ready.json"
-    command = [BIN / "asyppo-fleet", "serve", "--model", model, "--port", "0", "--ready-file", ready]
-    options = ["--max-num-seqs", "300", "--max-model-len", "128", "--num-threads", "1"]
+    command = [BIN / "asyppo-fleet", "serve", "--model", arguments.models / "actor", "--port", "0"]
+    options = ["--ready-file", ready, "--max-num-seqs", str(arguments.max_num_seqs)]
+    options += ["--max-model-len", "128", "--num-threads", "1"]
     process = subprocess.Popen(["taskset", "-c", str(core), *command, *options], stderr=subprocess.DEVNULL)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not ready.exists():
