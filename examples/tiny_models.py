@@ -1,4 +1,4 @@
-"""Makes the models of the quickstart: `python examples/tiny_models.py --out models/tiny [--seed 0] [--budget-s 150]`.
+"""Makes the models of the quickstart: `python examples/tiny_models.py --out models/tiny [--seed 0] [--budget-s 180]`.
 
     OUT/actor       a Qwen3 of 0.6 M parameters that adds one-digit numbers, right in four to five cases of ten
     OUT/critic      its first layers, as a model folder of its own: what the mini-critics start from
@@ -45,7 +45,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder that gets actor/ and critic/")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the examples seen")
-    parser.add_argument("--budget-s", type=float, default=150.0, help="seconds after which the warm-up ends")
+    parser.add_argument("--budget-s", type=float, default=180.0, help="seconds that it is expected to take")
     arguments = parser.parse_args()
     if arguments.budget_s <= 0:
         parser.error(f"--budget-s must be positive, got {arguments.budget_s}")

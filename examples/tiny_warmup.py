@@ -48,8 +48,7 @@ LOWEST_ACCURACY, HIGHEST_ACCURACY = 0.35, 0.55
 def make_models(out: Path, *, seed: int, budget_s: float, fingerprint: str) -> dict[str, object]:
     """Warm the actor up and save it, the critic and the report under `out`.
 
-    Raises:
-        SystemExit: the budget was too short for an accuracy from which there is something to learn.
+    `budget_s` is what the progress is shown against; a slow machine takes longer and makes the same models.
     """
     started_s = time.monotonic()
     torch.manual_seed(seed)
@@ -59,23 +58,24 @@ def make_models(out: Path, *, seed: int, budget_s: float, fingerprint: str) -> d
         f"warm-up: {actor.num_parameters():,} parameters, {NUM_STEPS} steps, budget {budget_s:.0f} s",
         flush=True,
     )
-    num_steps = warm_up(actor, task, rng=random.Random(seed), started_s=started_s, budget_s=budget_s)
+    warm_up(actor, task, rng=random.Random(seed), started_s=started_s, budget_s=budget_s)
     questions = draw_questions(task, NUM_SAMPLES, rng=random.Random(seed + 1), split="heldout")
     accuracy = measure_accuracy(actor, questions, greedy=False)
     accuracy_greedy = measure_accuracy(actor, questions, greedy=True)
     report: dict[str, object] = {
         "fingerprint": fingerprint,
         "seed": seed,
-        "steps": num_steps,
+        "steps": NUM_STEPS,
         "accuracy": accuracy,
         "accuracy_greedy": accuracy_greedy,
         "accuracy_samples": NUM_SAMPLES,
         "wall_seconds": round(time.monotonic() - started_s, 1),
     }
     if not LOWEST_ACCURACY <= accuracy <= HIGHEST_ACCURACY:
-        raise SystemExit(
-            f"the warmed actor is right in {accuracy:.1%} of {NUM_SAMPLES} samples after {num_steps} of {NUM_STEPS} "
-            f"steps; {LOWEST_ACCURACY:.0%} to {HIGHEST_ACCURACY:.0%} is wanted; give more time with --budget-s"
+        print(
+            f"the warmed actor is right in {accuracy:.1%} of {NUM_SAMPLES} samples, outside of the "
+            f"{LOWEST_ACCURACY:.0%} to {HIGHEST_ACCURACY:.0%} that the quickstart was tuned for",
+            flush=True,
         )
     save(actor, first_layers(actor, NUM_CRITIC_LAYERS), out)
     (out / "warmup.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -156,21 +156,12 @@ def teacher_batch(
 
 def warm_up(
     actor: Qwen3ForCausalLM, task: ArithmeticTask, *, rng: random.Random, started_s: float, budget_s: float
-) -> int:
-    """Train on the teacher; the learning rate falls with the steps done or the budget spent, whichever is further.
-
-    So a slow machine ends within the budget with a settled model, and others all make the same one.
-    Returns the steps done.
-    """
+) -> None:
+    """Train on the teacher for `NUM_STEPS`, with a learning rate that rises and then falls along a cosine."""
     optimizer = torch.optim.AdamW(actor.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     actor.train()
-    # What is saved and measured after the last step costs a few seconds, and they belong to the budget.
-    training_s = budget_s * 0.92
     for step in range(1, NUM_STEPS + 1):
-        elapsed_s = time.monotonic() - started_s
-        spent = max((step - 1) / NUM_STEPS, elapsed_s / training_s)
-        if spent >= 1:
-            return step - 1
+        spent = (step - 1) / NUM_STEPS
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(step / NUM_RISING_STEPS, 0.5 * (1 + math.cos(math.pi * spent)))
         guess_probability = GUESS_PROBABILITY if spent >= GUESSES_FROM else 0.0
@@ -188,7 +179,6 @@ def warm_up(
                 f"{time.monotonic() - started_s:.0f} s of {budget_s:.0f} s",
                 flush=True,
             )
-    return NUM_STEPS
 
 
 @torch.no_grad()
