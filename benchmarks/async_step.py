@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=1, help="more makes training longer")
-    parser.add_argument("--max-num-seqs", type=int, default=48, help="fewer makes generation longer")
+    parser.add_argument("--max-num-seqs", type=int, default=26, help="fewer makes generation longer")
     arguments = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two cores are needed, one for each side")
