@@ -22,7 +22,9 @@ class Evaluation:
     """One row of evaluations.jsonl."""
 
     version: int
-    """The version that the responses are of."""
+    """The version that the responses are of; the newest of them where a publication came in between."""
+    oldest_version: int
+    """Less than `version` where the evaluation outlasted `hold_s`, so that its responses are of several versions."""
     prompts: int
     samples: int
     accuracy: float
@@ -81,6 +83,7 @@ class _Scores:
     lengths: list[int]
     repeated: int
     failed: int
+    oldest_version: int
     version: int
 
 
@@ -117,14 +120,15 @@ class Evaluator:
         sampled = replace(self._sampling, temperature=1.0)
         async with self._pinned.hold():
             scores = await self._score_all(prompts, sampled, self._settings.samples_per_prompt)
-            greedy = math.nan
+            greedy, greedy_scores = math.nan, []
             if self._settings.greedy:
                 greedy_scores = await self._score_all(prompts, replace(sampled, temperature=0.0), 1)
                 greedy = _accuracy([score.rewards for score in greedy_scores])
         lengths = [length for score in scores for length in score.lengths]
         rewards = [reward for score in scores for reward in score.rewards]
         return Evaluation(
-            version=max(score.version for score in scores),
+            version=max(score.version for score in (*scores, *greedy_scores)),
+            oldest_version=min(score.oldest_version for score in (*scores, *greedy_scores)),
             prompts=len(prompts),
             samples=len(rewards),
             accuracy=_accuracy([score.rewards for score in scores]),
@@ -176,6 +180,7 @@ class Evaluator:
             lengths=[len(response.token_ids) for response in responses],
             repeated=repeated,
             failed=sum(not isinstance(value, Scored) for value in values),
+            oldest_version=min(int(response.versions.min()) for response in responses),
             version=max(int(response.versions.max()) for response in responses),
         )
 

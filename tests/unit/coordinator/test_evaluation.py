@@ -30,6 +30,8 @@ class ScriptedFleet:
     """Answers 1+2+3+4 right in every second response; the first call's responses cross from version 4 to 5."""
 
     crossing_calls: int = 0
+    old_calls: int = 0
+    """Calls whose responses are wholly of version 4."""
     calls: list[SamplingParams] = field(default_factory=list)
 
     async def generate(
@@ -47,7 +49,7 @@ class ScriptedFleet:
         for index in range(num_samples):
             text = "1,3,6,10#10" if index % 2 == 0 or sampling.temperature == 0 else "1,3,6,10#11"
             ids = np.array([CHARACTERS.index(character) for character in text], dtype=np.int32)
-            versions = np.full(len(ids), 5, dtype=np.int32)
+            versions = np.full(len(ids), 4 if len(self.calls) <= self.old_calls else 5, dtype=np.int32)
             versions[: 3 if crossing else 0] = 4
             logprobs = np.zeros(len(ids), dtype=np.float32)
             responses.append(
@@ -80,7 +82,7 @@ def evaluator(fleet: ScriptedFleet, rewards: RewardPool, pinned: PinnedVersion) 
 async def test_evaluation_reports_accuracy_samples_and_version(rewards: RewardPool) -> None:
     fleet = ScriptedFleet()
     result = await evaluator(fleet, rewards, PinnedVersion(1.0)).evaluate()
-    assert (result.version, result.prompts, result.samples) == (5, 3, 12)
+    assert (result.oldest_version, result.version, result.prompts, result.samples) == (5, 5, 3, 12)
     assert result.accuracy == 0.5 and result.greedy_accuracy == 1.0
     assert result.accuracy_standard_error == 0 and result.repeated_responses == 0
     assert {sampling.temperature for sampling in fleet.calls} == {0.0, 1.0}
@@ -90,6 +92,12 @@ async def test_evaluation_when_a_publication_cuts_responses_makes_them_again(rew
     fleet = ScriptedFleet(crossing_calls=3)
     result = await evaluator(fleet, rewards, PinnedVersion(1.0)).evaluate()
     assert result.repeated_responses == 12 and result.samples == 12 and result.version == 5
+
+
+async def test_evaluation_when_it_outlasts_its_hold_says_which_versions_it_is_of(rewards: RewardPool) -> None:
+    fleet = ScriptedFleet(old_calls=2)
+    result = await evaluator(fleet, rewards, PinnedVersion(1.0)).evaluate()
+    assert (result.oldest_version, result.version, result.repeated_responses) == (4, 5, 0)
 
 
 async def test_evaluation_when_asked_for_fewer_prompts_takes_the_first(rewards: RewardPool) -> None:
