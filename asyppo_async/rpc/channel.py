@@ -6,7 +6,8 @@ PING_TIMEOUT_S = 60.0
 """A peer that does not answer for so long is gone: a stopped or cut-off host is noticed after both together.
 
 Long against the pauses of a host that is only busy: on a laptop at three times its load live streams were lost with
-5 s and with 20 s. A process that ends is noticed at once whatever this says.
+5 s and with 20 s. A process that ends is noticed at once whatever this says, and a client notices a frozen server in
+seconds by other means (`asyppo_async.rpc.pulse`).
 """
 
 _UNLIMITED = -1
@@ -32,10 +33,13 @@ def client_options(
 
 
 def server_options(
-    ping_interval_s: float = PING_INTERVAL_S, ping_timeout_s: float = PING_TIMEOUT_S
+    ping_interval_s: float = PING_INTERVAL_S,
+    ping_timeout_s: float = PING_TIMEOUT_S,
+    max_receive_bytes: int = _UNLIMITED,
 ) -> Options:
+    """`max_receive_bytes`: of one message; a larger one is refused before it is read."""
     return (
-        *_shared_options(ping_interval_s, ping_timeout_s),
+        *_shared_options(ping_interval_s, ping_timeout_s, max_receive_bytes),
         # Below the client's interval: a server that finds pings too frequent ends the connection in mid-stream.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(ping_interval_s) // 2),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(ping_interval_s) // 2),
@@ -44,10 +48,12 @@ def server_options(
     )
 
 
-def _shared_options(ping_interval_s: float, ping_timeout_s: float) -> Options:
+def _shared_options(
+    ping_interval_s: float, ping_timeout_s: float, max_receive_bytes: int = _UNLIMITED
+) -> Options:
     return (
         ("grpc.max_send_message_length", _UNLIMITED),
-        ("grpc.max_receive_message_length", _UNLIMITED),
+        ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.keepalive_time_ms", _ms(ping_interval_s)),
         ("grpc.keepalive_timeout_ms", _ms(ping_timeout_s)),
         # Without it the keepalive timeout alone takes effect after 60 s only.

@@ -4,55 +4,47 @@ Arrays are packed little-endian bytes: int32 ids, float32 log-probs. Decoders ra
 callers know which peer and which request it belongs to.
 """
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import numpy as np
 
+from asyppo_async.rpc.per_token import decode_experts, decode_kept, encode_experts, encode_kept, joined_kept
 from asyppo_async.rpc.v1 import fleet_pb2
-from asyppo_async.types import FinishReason, Float32Array, Int32Array, Response, SamplingParams
+from asyppo_async.types import (
+    FinishReason,
+    Float32Array,
+    Int16Array,
+    Int32Array,
+    KeptTokens,
+    Response,
+    SamplingParams,
+)
 from asyppo_async.weights.manifest import Dtype, Manifest, TensorSpec
 
-ServerState = Literal["starting", "weights_unknown", "serving", "updating", "draining", "failed"]
-
-_STATES: dict[ServerState, fleet_pb2.ServerState] = {
-    "starting": fleet_pb2.SERVER_STATE_STARTING,
-    "weights_unknown": fleet_pb2.SERVER_STATE_WEIGHTS_UNKNOWN,
-    "serving": fleet_pb2.SERVER_STATE_SERVING,
-    "updating": fleet_pb2.SERVER_STATE_UPDATING,
-    "draining": fleet_pb2.SERVER_STATE_DRAINING,
-    "failed": fleet_pb2.SERVER_STATE_FAILED,
-}
-_STATE_NAMES = {number: name for name, number in _STATES.items()}
 _FINISH_REASONS: dict[FinishReason, fleet_pb2.FinishReason] = {
     "stop": fleet_pb2.FINISH_REASON_STOP,
     "length": fleet_pb2.FINISH_REASON_LENGTH,
 }
+FailureKind = Literal["too_long", "cancelled", "engine_fault"]
+_FAILURES: dict[FailureKind, fleet_pb2.SampleErrorKind] = {
+    "too_long": fleet_pb2.SAMPLE_ERROR_KIND_TOO_LONG,
+    "cancelled": fleet_pb2.SAMPLE_ERROR_KIND_CANCELLED,
+    "engine_fault": fleet_pb2.SAMPLE_ERROR_KIND_ENGINE_FAULT,
+}
+_FAILURE_NAMES = {number: name for name, number in _FAILURES.items()}
 _FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
 _ITEM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerInfo:
-    """What a server says of itself; the fields are documented in the contract."""
+class SampleFailure:
+    """Why one sample of a request ended without being finished."""
 
-    server_id: str
-    model_name: str
-    model_fingerprint: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    max_num_seqs: int
-    num_workers: int
-    dtype: Dtype
-    state: ServerState
-    run_id: str
-    incarnation: int
-    served_version: int
-    num_running_samples: int
-    num_queued_samples: int
+    kind: FailureKind
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +59,21 @@ class SampleTokens:
     versions: Int32Array
     """[n]"""
     finish_reason: FinishReason | None
-    """None: more follows."""
+    """None: more follows, or `failure` says why not."""
+    failure: SampleFailure | None = None
+    kept: KeptTokens | None = None
+    """Where they were asked for."""
+    routed_experts: Int16Array | None = None
+    """[positions, layers, experts per token]; in the last chunk, where they were asked for."""
 
 
 def pack_ids(token_ids: Sequence[int] | Int32Array) -> bytes:
     return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+
+
+def checksum_of(token_ids: Sequence[int] | Int32Array) -> int:
+    """By which two ends see that they mean the same tokens."""
+    return zlib.crc32(pack_ids(token_ids))
 
 
 def unpack_ids(data: bytes) -> Int32Array:
@@ -155,7 +157,14 @@ def encode_chunk(chunk: SampleTokens) -> fleet_pb2.SampleChunk:
         finish_reason=_FINISH_REASONS[chunk.finish_reason]
         if chunk.finish_reason
         else fleet_pb2.FINISH_REASON_UNSPECIFIED,
+        error=encode_failure(chunk.failure) if chunk.failure is not None else None,
+        kept=encode_kept(chunk.kept) if chunk.kept is not None else None,
+        routed_experts=encode_experts(chunk.routed_experts) if chunk.routed_experts is not None else None,
     )
+
+
+def encode_failure(failure: SampleFailure) -> fleet_pb2.SampleError:
+    return fleet_pb2.SampleError(kind=_FAILURES[failure.kind], message=failure.message)
 
 
 def decode_chunk(message: fleet_pb2.SampleChunk) -> SampleTokens:
@@ -172,68 +181,52 @@ def decode_chunk(message: fleet_pb2.SampleChunk) -> SampleTokens:
         behaviour_logprobs=logprobs,
         versions=decode_version_runs(message.version_runs, len(token_ids)),
         finish_reason=finish_reason,
+        failure=_failure_of(message),
+        kept=decode_kept(message.kept, len(token_ids)) if message.HasField("kept") else None,
+        routed_experts=decode_experts(message.routed_experts) if message.HasField("routed_experts") else None,
+    )
+
+
+def _failure_of(message: fleet_pb2.SampleChunk) -> SampleFailure | None:
+    if not message.HasField("error"):
+        return None
+    if message.error.kind not in _FAILURE_NAMES:
+        raise ValueError(f"sample {message.sample_index}: unknown kind of error {message.error.kind}")
+    return SampleFailure(kind=_FAILURE_NAMES[message.error.kind], message=message.error.message)
+
+
+def joined(chunks: Sequence[SampleTokens]) -> SampleTokens:
+    """The chunks of one sample, in their order, as one; `ValueError` where a version is older than one before it."""
+    if len(chunks) == 1:
+        return chunks[0]
+    versions = np.concatenate([chunk.versions for chunk in chunks])
+    if bool((np.diff(versions) < 0).any()):
+        raise ValueError(f"versions of a sample never fall, got {np.unique(versions).tolist()} out of order")
+    return SampleTokens(
+        sample_index=chunks[0].sample_index,
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        behaviour_logprobs=np.concatenate([chunk.behaviour_logprobs for chunk in chunks]),
+        versions=versions,
+        finish_reason=chunks[-1].finish_reason,
+        kept=joined_kept([chunk.kept for chunk in chunks if len(chunk.token_ids)]),
+        routed_experts=chunks[-1].routed_experts,
     )
 
 
 def response_of(chunks: Sequence[SampleTokens]) -> Response:
     """The chunks of one finished sample, in their order, as one response."""
-    finish_reason = chunks[-1].finish_reason if chunks else None
-    if finish_reason is None:
+    if not chunks or chunks[-1].finish_reason is None:
         raise ValueError("the last chunk of a response says why it ended")
-    versions = np.concatenate([chunk.versions for chunk in chunks])
-    if not versions.size:
-        raise ValueError(f"a response ended ({finish_reason}) without a token")
-    if bool((np.diff(versions) < 0).any()):
-        raise ValueError(f"versions of a sample never fall, got {np.unique(versions).tolist()} out of order")
+    whole = joined(chunks)
+    if not len(whole.token_ids):
+        raise ValueError(f"a response ended ({whole.finish_reason}) without a token")
     return Response(
-        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
-        behaviour_logprobs=np.concatenate([chunk.behaviour_logprobs for chunk in chunks]),
-        versions=versions,
-        finish_reason=finish_reason,
-    )
-
-
-def encode_info(info: ServerInfo) -> fleet_pb2.ServerInfo:
-    return fleet_pb2.ServerInfo(
-        server_id=info.server_id,
-        model_name=info.model_name,
-        model_fingerprint=info.model_fingerprint,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        max_model_len=info.max_model_len,
-        max_num_seqs=info.max_num_seqs,
-        num_workers=info.num_workers,
-        dtype=info.dtype,
-        state=_STATES[info.state],
-        run_id=info.run_id,
-        incarnation=info.incarnation,
-        served_version=info.served_version,
-        num_running_samples=info.num_running_samples,
-        num_queued_samples=info.num_queued_samples,
-    )
-
-
-def decode_info(message: fleet_pb2.ServerInfo) -> ServerInfo:
-    if message.state not in _STATE_NAMES:
-        raise ValueError(f"unknown server state {message.state}")
-    return ServerInfo(
-        server_id=message.server_id,
-        model_name=message.model_name,
-        model_fingerprint=message.model_fingerprint,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-        max_model_len=message.max_model_len,
-        max_num_seqs=message.max_num_seqs,
-        num_workers=message.num_workers,
-        dtype=_dtype_of(message.dtype),
-        state=_STATE_NAMES[message.state],
-        run_id=message.run_id,
-        incarnation=message.incarnation,
-        served_version=message.served_version,
-        num_running_samples=message.num_running_samples,
-        num_queued_samples=message.num_queued_samples,
+        token_ids=whole.token_ids,
+        behaviour_logprobs=whole.behaviour_logprobs,
+        versions=whole.versions,
+        finish_reason=chunks[-1].finish_reason,
+        kept=whole.kept,
+        routed_experts=whole.routed_experts,
     )
 
 
@@ -249,7 +242,7 @@ def encode_manifest(manifest: Manifest) -> fleet_pb2.Manifest:
 def decode_manifest(message: fleet_pb2.Manifest) -> Manifest:
     return Manifest(
         tensors=tuple(
-            TensorSpec(name=spec.name, shape=tuple(spec.shape), dtype=_dtype_of(spec.dtype))
+            TensorSpec(name=spec.name, shape=tuple(spec.shape), dtype=dtype_of(spec.dtype))
             for spec in message.tensors
         )
     )
@@ -261,7 +254,8 @@ def _unpack(data: bytes, dtype: str, what: str) -> np.ndarray[tuple[int], np.dty
     return np.frombuffer(data, dtype=dtype)
 
 
-def _dtype_of(name: str) -> Dtype:
+def dtype_of(name: str) -> Dtype:
+    """A type that weights may have; `ValueError` for another one."""
     if name not in get_args(Dtype):
         raise ValueError(f"weights are float32 or bfloat16, got {name!r}")
     return cast(Dtype, name)

@@ -40,10 +40,25 @@ class RolloutStub:
                 request_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.ServerInfo.FromString,
                 _registered_method=True)
+        self.WatchInfo = channel.unary_stream(
+                '/asyppo.v1.Rollout/WatchInfo',
+                request_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.WatchInfoRequest.SerializeToString,
+                response_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.ServerInfo.FromString,
+                _registered_method=True)
+        self.GetChecksums = channel.unary_unary(
+                '/asyppo.v1.Rollout/GetChecksums',
+                request_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetChecksumsRequest.SerializeToString,
+                response_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetChecksumsResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/asyppo.v1.Rollout/Generate',
                 request_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GenerateChunk.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/asyppo.v1.Rollout/Cancel',
+                request_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CancelRequest.SerializeToString,
+                response_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CancelResponse.FromString,
                 _registered_method=True)
 
 
@@ -58,10 +73,32 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchInfo(self, request, context):
+        """GetInfo at once, at every change of the weights' state, and every `interval_s`. Ends with the call's deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetChecksums(self, request, context):
+        """The checksums of the weights that are served, as they were handed to the engine's loader.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Generate(self, request, context):
         """Samples `num_samples` responses of one prompt. Every chunk is usable if it is the last one that arrives.
         FAILED_PRECONDITION: the server holds another run's weights, or weights unknown. RESOURCE_EXHAUSTED: its queue is
         full, try later. INVALID_ARGUMENT: no retry helps. UNAVAILABLE: draining, or the update in progress failed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends samples of a Generate call that runs; each gets a last chunk with the error CANCELLED, the others go on.
+        NOT_FOUND: no call of that id runs here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,10 +112,25 @@ def add_RolloutServicer_to_server(servicer, server):
                     request_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetInfoRequest.FromString,
                     response_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.ServerInfo.SerializeToString,
             ),
+            'WatchInfo': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchInfo,
+                    request_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.WatchInfoRequest.FromString,
+                    response_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.ServerInfo.SerializeToString,
+            ),
+            'GetChecksums': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetChecksums,
+                    request_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetChecksumsRequest.FromString,
+                    response_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetChecksumsResponse.SerializeToString,
+            ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GenerateRequest.FromString,
                     response_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GenerateChunk.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CancelRequest.FromString,
+                    response_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CancelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -120,6 +172,60 @@ class Rollout:
             _registered_method=True)
 
     @staticmethod
+    def WatchInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/asyppo.v1.Rollout/WatchInfo',
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.WatchInfoRequest.SerializeToString,
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.ServerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetChecksums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/asyppo.v1.Rollout/GetChecksums',
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetChecksumsRequest.SerializeToString,
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.GetChecksumsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Generate(request,
             target,
             options=(),
@@ -146,11 +252,42 @@ class Rollout:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/asyppo.v1.Rollout/Cancel',
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CancelRequest.SerializeToString,
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WeightSessionStub:
-    """Weight publication, staged: the bytes arrive beside the generation, then commit, probe, verdict. The order is
-    Open, then per version Stage, Commit, Probe, Verdict; or SetVersion where no byte changed. A failure before Commit
-    leaves the old version serving. After Commit tokens are withheld until a Verdict that passed.
+    """Weight publication in three ways over one order: Open, then per version Stage, Commit, Probe, Verdict; or SetVersion
+    where no byte changed. After Commit tokens are withheld until a Verdict that passed.
+    staged: the bytes arrive in host memory over a process group, beside the generation; a failure before Commit leaves
+    the old version serving.
+    folder: the same, but the bytes are read from files that the trainer has written; no process group.
+    direct: Stage pauses, and every engine worker, a rank of the process group itself, loads each bucket as it arrives;
+    from its begin on the weights are unknown until a complete version has passed.
     """
 
     def __init__(self, channel):
@@ -197,28 +334,35 @@ class WeightSessionStub:
 
 
 class WeightSessionServicer:
-    """Weight publication, staged: the bytes arrive beside the generation, then commit, probe, verdict. The order is
-    Open, then per version Stage, Commit, Probe, Verdict; or SetVersion where no byte changed. A failure before Commit
-    leaves the old version serving. After Commit tokens are withheld until a Verdict that passed.
+    """Weight publication in three ways over one order: Open, then per version Stage, Commit, Probe, Verdict; or SetVersion
+    where no byte changed. After Commit tokens are withheld until a Verdict that passed.
+    staged: the bytes arrive in host memory over a process group, beside the generation; a failure before Commit leaves
+    the old version serving.
+    folder: the same, but the bytes are read from files that the trainer has written; no process group.
+    direct: Stage pauses, and every engine worker, a rank of the process group itself, loads each bucket as it arrives;
+    from its begin on the weights are unknown until a complete version has passed.
     """
 
     def OpenSession(self, request, context):
-        """Joins the process group that the weights travel over and checks the manifest, both ways.
-        FAILED_PRECONDITION: the manifests differ; the message lists how.
+        """Checks the manifest, both ways, and joins the process group that the weights travel over, where there is one.
+        FAILED_PRECONDITION: the manifests differ; the message lists how. RESOURCE_EXHAUSTED: a load was under way, also of a
+        trainer that is gone, for half of the deadline; nothing ends it but its own end, so open again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stage(self, request, context):
-        """Receives every bucket of one version into host memory while the server generates. Returns when all are there.
+        """Receives all bytes of one version: into host memory while the server generates (staged, folder), or into the
+        engine while it is paused (direct). Returns when all are there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Pauses, loads the staged tensors, resumes on probation. DATA_LOSS: the checksums differ from the sender's.
+        """Compares the checksums with the sender's, loads what is staged under a pause (direct: ends the load that Stage
+        began), resumes on probation. DATA_LOSS: a checksum differs; staged and folder have touched no weight then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -299,9 +443,13 @@ def add_WeightSessionServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSession:
-    """Weight publication, staged: the bytes arrive beside the generation, then commit, probe, verdict. The order is
-    Open, then per version Stage, Commit, Probe, Verdict; or SetVersion where no byte changed. A failure before Commit
-    leaves the old version serving. After Commit tokens are withheld until a Verdict that passed.
+    """Weight publication in three ways over one order: Open, then per version Stage, Commit, Probe, Verdict; or SetVersion
+    where no byte changed. After Commit tokens are withheld until a Verdict that passed.
+    staged: the bytes arrive in host memory over a process group, beside the generation; a failure before Commit leaves
+    the old version serving.
+    folder: the same, but the bytes are read from files that the trainer has written; no process group.
+    direct: Stage pauses, and every engine worker, a rank of the process group itself, loads each bucket as it arrives;
+    from its begin on the weights are unknown until a complete version has passed.
     """
 
     @staticmethod
@@ -483,6 +631,83 @@ class WeightSession:
             '/asyppo.v1.WeightSession/CloseSession',
             asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CloseSessionRequest.SerializeToString,
             asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class AdminStub:
+    """What an operator may ask of a server.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/asyppo.v1.Admin/Drain',
+                request_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.DrainRequest.SerializeToString,
+                response_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.DrainResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServicer:
+    """What an operator may ask of a server.
+    """
+
+    def Drain(self, request, context):
+        """As SIGTERM: no new Generate calls, those that run may finish within the grace, then the server ends.
+        Answers as soon as it has begun; a later call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.DrainRequest.FromString,
+                    response_serializer=asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.DrainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'asyppo.v1.Admin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('asyppo.v1.Admin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admin:
+    """What an operator may ask of a server.
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/asyppo.v1.Admin/Drain',
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.DrainRequest.SerializeToString,
+            asyppo__async_dot_rpc_dot_v1_dot_fleet__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,98 @@
+"""Whether a server lives: a stream of life signs beside its calls, with a deadline of seconds.
+
+The transport's own pings are no judge of that: on a busy host they stay unanswered for tens of seconds while tokens
+flow. Here any word of the server counts, a token as much as a life sign, and so does only time in which this process
+itself ran: a client that was held up does not take its own silence for the server's.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Protocol
+
+from asyppo_async.concurrency import beside
+from asyppo_async.errors import FleetError, RequestRejected
+from asyppo_async.rpc.info import ServerInfo
+
+SILENCE_S = 10.0
+"""A server that says nothing for so long, while calls wait for it, is given up."""
+
+_log = logging.getLogger(__name__)
+_TICKS = 10
+_SIGNS = 4
+"""Life signs within the time that silence may last."""
+_RECONNECT_S = 0.5
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> bool: ...
+
+
+class Guarded:
+    """One stream that ends when the server falls silent."""
+
+    def __init__(self, stream: Cancellable) -> None:
+        self.stream = stream
+        self.is_cut = False
+
+
+class Pulse:
+    """`run` must run beside the calls; it opens nothing before the first of them."""
+
+    def __init__(self, watch: Callable[[float], AsyncGenerator[ServerInfo, None]], silence_s: float) -> None:
+        self.silence_s = silence_s
+        self.info: ServerInfo | None = None
+        """What the server said of itself last."""
+        self._watch = watch
+        self._wanted = asyncio.Event()
+        self._guarded: set[Guarded] = set()
+        self._silent_ticks = 0
+        self._is_blind = False
+
+    def heard(self) -> None:
+        """The server said something."""
+        self._silent_ticks = 0
+
+    @contextmanager
+    def guarding(self, stream: Cancellable) -> Iterator[Guarded]:
+        """Cancel a stream when the server has been silent for too long; `is_cut` tells that from other ends."""
+        if not self._guarded:
+            self.heard()  # while nobody waited it owed no word
+        self._wanted.set()
+        guarded = Guarded(stream)
+        self._guarded.add(guarded)
+        try:
+            yield guarded
+        finally:
+            self._guarded.discard(guarded)
+
+    async def run(self) -> None:
+        """Consumes: life signs. Produces: ends of guarded streams. Waits for: the first call, then time."""
+        await self._wanted.wait()
+        async with beside(self._listen()):
+            while True:
+                await asyncio.sleep(self.silence_s / _TICKS)
+                self._silent_ticks += 1
+                if self._silent_ticks > _TICKS and not self._is_blind:
+                    self._cut()
+
+    def _cut(self) -> None:
+        for guarded in self._guarded:
+            guarded.is_cut = True
+            guarded.stream.cancel()
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with aclosing(self._watch(self.silence_s / _SIGNS)) as infos:
+                    async for info in infos:
+                        self.info = info
+                        self.heard()
+            except RequestRejected as error:
+                # Another kind of server, or a token without that right: the transport's pings are what is left.
+                _log.warning("%s; a freeze of this server is noticed late", error)
+                self._is_blind = True
+                return
+            except FleetError:
+                await asyncio.sleep(_RECONNECT_S)
