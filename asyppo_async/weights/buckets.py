@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from asyppo_async.weights.manifest import ALIGNMENT_BYTES, Manifest, leaf_module
+
+ALONE_BYTES = 2 * 2**20
+"""A tensor of this size travels by itself, from where it is: a copy into a bucket would cost more than a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +25,20 @@ class Bucket:
 def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Contiguous buckets that cover the byte space, none larger than `bucket_bytes`.
 
-    A cut falls between two leaf modules of the engine where it can, else between two tensors, else inside a tensor
-    that is larger than a bucket.
+    A large tensor has buckets of its own. Among small ones a cut falls between two leaf modules of the engine where it
+    can, else between two tensors, else inside a tensor that is larger than a bucket.
     """
     if bucket_bytes < ALIGNMENT_BYTES:
         raise ValueError(f"a bucket holds at least {ALIGNMENT_BYTES} bytes, got {bucket_bytes}")
     cutter = _Cutter(bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-    for module_ends in _modules(manifest):
-        if cutter.takes(module_ends[-1]):
+    for module_start, module_ends in _modules(manifest):
+        sizes = [end - start for start, end in pairwise((module_start, *module_ends))]
+        if max(sizes) < ALONE_BYTES and cutter.takes(module_ends[-1]):
             continue
-        for tensor_end in module_ends:
-            if not cutter.takes(tensor_end):
+        for size, tensor_end in zip(sizes, module_ends, strict=True):
+            if size >= ALONE_BYTES:
+                cutter.cut_out(tensor_end)
+            elif not cutter.takes(tensor_end):
                 cutter.cut_through(tensor_end)
     return cutter.finish()
 
@@ -57,6 +64,12 @@ class _Cutter:
             self._close(self._start + self._limit)
         self._reached = end
 
+    def cut_out(self, end: int) -> None:
+        """Everything up to `end` in buckets that hold nothing else."""
+        self._close(self._reached)
+        self.cut_through(end)
+        self._close(end)
+
     def finish(self) -> tuple[Bucket, ...]:
         self._close(self._reached)
         return tuple(self._buckets)
@@ -67,16 +80,16 @@ class _Cutter:
         self._start = self._reached = end
 
 
-def _modules(manifest: Manifest) -> Iterator[tuple[int, ...]]:
-    """Ends of the tensors of each leaf module; the padding behind a tensor belongs to it."""
+def _modules(manifest: Manifest) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Start of each leaf module, and the ends of its tensors; the padding behind a tensor belongs to it."""
     ends = [*manifest.offsets, manifest.num_bytes][1:]
     current: list[int] = []
-    module = ""
+    module, start = "", 0
     for spec, end in zip(manifest.tensors, ends, strict=True):
         if current and leaf_module(spec.name) != module:
-            yield tuple(current)
-            current = []
+            yield start, tuple(current)
+            current, start = [], current[-1]
         module = leaf_module(spec.name)
         current.append(end)
     if current:
-        yield tuple(current)
+        yield start, tuple(current)

@@ -5,9 +5,9 @@ Neither the store nor gloo authenticates its peers, so a group lives inside the 
 address, never all of them.
 """
 
-import socket
+import contextlib
+import threading
 import time
-from datetime import timedelta
 from typing import Literal, Protocol, Self, cast
 
 import torch
@@ -21,58 +21,35 @@ from torch._C._distributed_c10d import (
 )
 
 from asyppo_async.errors import WeightSyncError
+from asyppo_async.weights.store import address_towards, duration
 
 TransferBackend = Literal["gloo", "nccl"]
 
-_SHORTEST_WAIT_S = 0.001
-"""What is left of a deadline that has passed: torch reads zero as "no limit"."""
+_SESSION = "weight session epoch"
+_PEERS_EVERY_S = 0.5
+_NOBODYS_TAG = 0x4E4F424F
+"""Of operations that no peer receives; broadcasts count their tags from zero."""
+_DEVICE_EVERY_S = 0.001
 
 
-def open_store(host: str, world_size: int, deadline_s: float) -> tuple[Store, int]:
-    """Start the store of a session at rank 0, on a free port of the address `host` alone.
+def noticed_by_group(words: str) -> bool:
+    """Whether an error's words are those of a group of which another party has failed, or is late.
 
-    Returns:
-        The store, and the port that the others connect to.
-
-    Raises:
-        WeightSyncError: the address is not one of this machine.
+    Words, because an engine reports what its worker processes raise as text only.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind(address)
-            listener.listen(world_size + 16)
-            port = int(listener.getsockname()[1])
-            file_descriptor = listener.detach()
-    except OSError as error:
-        raise WeightSyncError(f"the weight store cannot listen on {host}: {error}") from error
-    store = TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=_duration(deadline_s),
-        wait_for_workers=False,
-        master_listen_fd=file_descriptor,
-    )
-    return store, port
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address of this machine from which `host` is reached; no packet is sent."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise WeightSyncError(f"no way to the weight store at {host}:{port}: {error}") from error
+    return _SESSION in words
 
 
 class _Collectives(Protocol):
     """What both backends of torch have, though their stubs do not say so."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: BroadcastOptions, /) -> Work: ...
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
 
     def abort(self) -> None: ...
 
@@ -84,8 +61,10 @@ class WeightGroup:
         self, group: _Collectives, device: torch.device, rank: int, world_size: int, epoch: int
     ) -> None:
         self._group: _Collectives | None = group
-        self._device = device
-        self._name = f"rank {rank} of {world_size}, weight session epoch {epoch}"
+        self._under_way: list[Work] = []
+        self.device = device
+        """Where the collectives take their tensors."""
+        self._name = f"rank {rank} of {world_size}, {_SESSION} {epoch}"
         self.rank = rank
         self.world_size = world_size
         self.epoch = epoch
@@ -121,9 +100,9 @@ class WeightGroup:
             if isinstance(store, tuple):
                 host = host or address_towards(*store)
                 store = TCPStore(
-                    *store, world_size, is_master=False, timeout=_duration(deadline_s), wait_for_workers=False
+                    *store, world_size, is_master=False, timeout=duration(deadline_s), wait_for_workers=False
                 )
-            store.set_timeout(_duration(deadline_s))
+            store.set_timeout(duration(deadline_s))
             keyed = PrefixStore(f"epoch-{epoch}", store)
             if backend == "nccl":
                 group, device = _open_nccl(keyed, rank, world_size, deadline_s)
@@ -131,7 +110,7 @@ class WeightGroup:
                 group, device = _open_gloo(keyed, rank, world_size, deadline_s, host or "127.0.0.1")
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(
-                f"rank {rank} of {world_size} could not join the weight session of epoch {epoch} within "
+                f"rank {rank} of {world_size} could not join the {_SESSION} {epoch} within "
                 f"{time.monotonic() - started_s:.1f} s (deadline {deadline_s:.1f} s): {_first_line(error)}"
             ) from error
         return cls(group, device, rank, world_size, epoch)
@@ -140,18 +119,19 @@ class WeightGroup:
         """Start sending (rank 0) or receiving `data` (uint8, [n], host memory); it is not touched until finished."""
         if self._group is None:
             raise WeightSyncError(f"{self._name}: {what} asked for after the group was closed")
-        on_wire = data if data.device == self._device else torch.empty_like(data, device=self._device)
+        on_wire = data if data.device == self.device else torch.empty_like(data, device=self.device)
         if on_wire is not data and self.rank == 0:
             on_wire.copy_(data)
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = _duration(deadline_s)
+        options.timeout = duration(deadline_s)
         started_s = time.monotonic()
         try:
             work = self._group.broadcast([on_wire], options)
         except RuntimeError as error:
             raise WeightSyncError(f"{self._name}: {what} did not start: {_first_line(error)}") from error
+        self._under_way = [*(begun for begun in self._under_way if not begun.is_completed()), work]
         landing = None if on_wire is data or self.rank == 0 else data
         return Broadcast(
             self._group, work, on_wire, landing, f"{self._name}: {what}", started_s, started_s + deadline_s
@@ -175,8 +155,13 @@ class WeightGroup:
         A broadcast of this rank that another thread waits for ends at its own deadline, or when its peer closes.
         """
         group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        if group is None:
+            return
+        group.abort()
+        under_way = [work for work in self._under_way if not work.is_completed()]
+        if under_way:
+            arguments = (group, under_way)
+            threading.Thread(target=_outlive, args=arguments, name="closed-group", daemon=True).start()
 
 
 class Broadcast:
@@ -192,8 +177,6 @@ class Broadcast:
         started_s: float,
         deadline_at_s: float,
     ) -> None:
-        # The last reference to a gloo group waits for what is under way, so it is held where that is waited for
-        # anyway, and never by whoever closes the group.
         self._group = group
         self._work = work
         self._on_wire = on_wire
@@ -209,10 +192,11 @@ class Broadcast:
             WeightSyncError: with what was under way, how long it took and the transport's own words.
         """
         try:
-            # A little more than the collective's own deadline, whose message says more.
-            self._work.wait(_duration(self._deadline_at_s - time.monotonic() + 1.0))
             if self._on_wire.is_cuda:
+                self._work.wait(duration(self._deadline_at_s - time.monotonic() + 1.0))
                 self._wait_for_device()
+            else:
+                self._wait_for_gloo()
         except RuntimeError as error:
             took_s = time.monotonic() - self._started_s
             raise WeightSyncError(
@@ -221,6 +205,25 @@ class Broadcast:
         if self._landing is not None:
             self._landing.copy_(self._on_wire)
 
+    def _wait_for_gloo(self) -> None:
+        """In slices: gloo never tells a transfer that was cut midway, whose peer is gone, before its deadline.
+
+        It tells every operation begun afterwards, so one that nobody takes is begun with each peer after a slice.
+        """
+        # A little more than the collective's own deadline, whose message says more.
+        deadline_at_s = self._deadline_at_s + 1.0
+        while True:
+            left_s = deadline_at_s - time.monotonic()
+            try:
+                self._work.wait(duration(min(left_s, _PEERS_EVERY_S)))
+                return
+            except RuntimeError:
+                if self._work.is_completed() or left_s <= _PEERS_EVERY_S:
+                    raise
+            for rank in range(self._group.size()):
+                if rank != self._group.rank():
+                    self._group.send([torch.empty(0)], rank, _NOBODYS_TAG)
+
     def _wait_for_device(self) -> None:
         """NCCL's `wait` orders streams and returns at once; only the event says that the bytes are there."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -228,14 +231,22 @@ class Broadcast:
         while not event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > self._deadline_at_s:
                 raise RuntimeError("the device had not finished at the deadline")
-            time.sleep(_SHORTEST_WAIT_S)
+            time.sleep(_DEVICE_EVERY_S)
+
+
+def _outlive(group: _Collectives, works: list[Work]) -> None:
+    """Hold `group` until gloo has given up `works`: whoever drops its last reference waits for them."""
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+    del group
 
 
 def _open_gloo(
     store: Store, rank: int, world_size: int, deadline_s: float, host: str
 ) -> tuple[_Collectives, torch.device]:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = _duration(deadline_s)
+    options._timeout = duration(deadline_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     return cast(_Collectives, ProcessGroupGloo(store, rank, world_size, options)), torch.device("cpu")
 
@@ -246,13 +257,9 @@ def _open_nccl(
     from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415  not there in a CPU build of torch
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = _duration(deadline_s)
+    options._timeout = duration(deadline_s)
     device = torch.device("cuda", torch.cuda.current_device())
     return cast(_Collectives, ProcessGroupNCCL(store, rank, world_size, options)), device
-
-
-def _duration(seconds: float) -> timedelta:
-    return timedelta(seconds=max(seconds, _SHORTEST_WAIT_S))
 
 
 def _first_line(error: BaseException) -> str:

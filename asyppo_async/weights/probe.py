@@ -20,6 +20,9 @@ class ProbeGap:
     num_tokens: int
 
 
+NOT_PROBED = ProbeGap(mean=0.0, max=0.0, num_tokens=0)
+
+
 def fixed_sequences(seed: int, vocab_size: int, kv_block_tokens: int, max_len: int) -> list[Int32Array]:
     """Random sequences of 2 tokens, of 17, and of one more than a KV block; none longer than `max_len`.
 
@@ -32,6 +35,12 @@ def fixed_sequences(seed: int, vocab_size: int, kv_block_tokens: int, max_len: i
     return [generator.integers(0, vocab_size, size=length, dtype=np.int32) for length in lengths]
 
 
+def long_sequence(seed: int, vocab_size: int, length: int) -> Int32Array:
+    """A random sequence of `length` tokens: what only many positions, or many KV blocks, can show."""
+    # A stream of its own, or it would begin as the fixed sequences do.
+    return np.random.default_rng([seed, length]).integers(0, vocab_size, size=length, dtype=np.int32)
+
+
 def compare(engine_logprobs: Float32Array, trainer_logprobs: Float32Array) -> ProbeGap:
     """The gap between two arrays of the same tokens, [N] each."""
     if engine_logprobs.shape != trainer_logprobs.shape:
@@ -40,7 +49,7 @@ def compare(engine_logprobs: Float32Array, trainer_logprobs: Float32Array) -> Pr
             f"trainer {trainer_logprobs.shape}"
         )
     if not engine_logprobs.size:
-        return ProbeGap(mean=0.0, max=0.0, num_tokens=0)
+        return NOT_PROBED
     finite = np.isfinite(engine_logprobs) & np.isfinite(trainer_logprobs)
     if not finite.all():
         return ProbeGap(mean=float("inf"), max=float("inf"), num_tokens=engine_logprobs.size)
