@@ -104,6 +104,19 @@ def model_fingerprint(folder: Path) -> str:
     return _hash_of(fields)
 
 
+def quantization(folder: Path) -> str:
+    """Method by which the checkpoint's weights are quantized; empty: they are not.
+
+    Raises:
+        ConfigError: the folder has no readable `config.json`.
+    """
+    settings = _read_object(folder / "config.json").get("quantization_config")
+    if not settings:
+        return ""
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return str(method or "of an unnamed kind")
+
+
 def tokenizer_fingerprint(folder: Path) -> str:
     """Hash of the tokenizer's vocabulary and rules (not of its padding, truncation or chat template).
 

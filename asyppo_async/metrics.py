@@ -1,5 +1,6 @@
 """Names and shapes of what is measured. A metric is a number under `area/name_unit`; one sink writes them."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
@@ -20,3 +21,8 @@ def mean_of(values: Iterable[float]) -> float:
     """Mean; NaN of nothing."""
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else float("nan")
+
+
+def known(metrics: Mapping[str, float]) -> Metrics:
+    """Without the statistics of nothing (of stale tokens where none is stale), which are NaN."""
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+Int16Array = NDArray[np.int16]
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -30,6 +31,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str
     """What the task's reward needs to score a response (gold answer, or a JSON document)."""
+    source: str = ""
+    """Where the row stands (`FILE:LINE`), for messages; empty for a prompt that was generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,24 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """The tokens that top-k and top-p left to sample from, position by position."""
+
+    token_ids: Int32Array
+    """[sum of counts], the set of each token one after another."""
+    counts: Int32Array
+    """[T]; each at least 1."""
+
+    def sets(self) -> list[frozenset[int]]:
+        """[T] sets of ids."""
+        ends = self.counts.cumsum()
+        return [
+            frozenset(self.token_ids[end - count : end].tolist())
+            for end, count in zip(ends, self.counts, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """What the fleet generated for one sample: token ids, never text (invariant 1)."""
 
@@ -62,6 +83,11 @@ class Response:
     versions: Int32Array
     """[T] version of the weights that sampled each token; non-decreasing."""
     finish_reason: FinishReason
+    routed_experts: Int16Array | None = None
+    """[P + T - 1, layers, experts per token] that the engine used where it fed a token: the prompt and all of the
+    response but its last token. None: a dense model, or an engine that does not say."""
+    kept: KeptTokens | None = None
+    """What each token was sampled from. None: not asked for, or not known of all tokens."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.behaviour_logprobs), len(self.versions)}

@@ -5,10 +5,14 @@ the value at packed position t is `V(s_t)` of the state *before* that token, and
 ended. Nothing here carries a gradient.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from asyppo_async.algorithms.packed import check_lengths, compute_dtype, segment_starts, segment_sum, spread
+
+_BLOCK_STEPS = 64
+"""Time steps of all responses that the recurrence holds at once."""
 
 
 def gae(
@@ -69,28 +73,39 @@ def _reverse_scan(
 ) -> Tensor:
     """The recurrence over all responses at once, one time step from the end at a time.
 
-    Responses are ordered longest first, so that those still running at step k form a prefix: nothing is
-    padded and the extra memory is a few numbers per response.
+    Responses are ordered longest first, so that those still running at step k form a prefix. A block of steps is
+    copied out, time by response, so that the loop over steps reads and writes rows; the extra memory is one block.
     """
     order = torch.argsort(lengths, descending=True)
     ordered_lengths = lengths[order]
-    last = (segment_starts(lengths) + lengths - 1)[order]
-    decay = (gamma * torch.as_tensor(lambda_, dtype=torch.float64)).expand(len(lengths))[order]
-    rewards, next_values = rewards[order], ends[order].clone()
-    advantages = torch.zeros(len(lengths), dtype=torch.float64)
-    result = torch.empty_like(values)
+    last = (segment_starts(lengths) + lengths - 1)[order].numpy()
+    decay = (gamma * torch.as_tensor(lambda_, dtype=torch.float64)).expand(len(lengths))[order].numpy()
+    ordered_rewards, next_values = rewards[order].numpy(), ends[order].numpy()
     longest = int(ordered_lengths[0]) if len(lengths) else 0
-    running = torch.searchsorted(-ordered_lengths, -torch.arange(1, longest + 1), right=True).tolist()
-    for step, count in enumerate(running):
-        positions = last[:count] - step
-        here = values[positions].double()
-        delta = gamma * next_values[:count] - here
-        if step == 0:
-            delta += rewards[:count]
-        advantages[:count] = delta + decay[:count] * advantages[:count]
-        next_values[:count] = here
-        result[positions] = advantages[:count].to(result.dtype)
-    return result
+    steps = torch.arange(1, longest + 1)
+    running = torch.searchsorted(-ordered_lengths, -steps, right=True).tolist()
+    read = values.numpy()
+    written = np.empty_like(read)
+    advantages = np.zeros(len(lengths))
+    for begin in range(0, longest, _BLOCK_STEPS):
+        counts = running[begin : begin + _BLOCK_STEPS]
+        rows, whole = counts[0], counts[-1]
+        # [R, K]; before the start of a response that ends within the block lies what is read and never used.
+        positions = last[:rows, None] - np.arange(begin, begin + len(counts))
+        here = np.ascontiguousarray(read[np.maximum(positions, 0)].T, dtype=np.float64)
+        deltas = gamma * np.concatenate([next_values[None, :rows], here[:-1]]) - here
+        if begin == 0:
+            deltas[0] += ordered_rewards[:rows]
+        for delta, count in zip(deltas, counts, strict=True):
+            np.multiply(decay[:count], advantages[:count], out=advantages[:count])
+            np.add(delta[:count], advantages[:count], out=advantages[:count])
+            delta[:count] = advantages[:count]
+        next_values = here[-1]
+        written[positions[:whole]] = deltas[:, :whole].T
+        for row in range(whole, rows):
+            inside = int(ordered_lengths[row]) - begin
+            written[positions[row, :inside]] = deltas[:inside, row]
+    return torch.from_numpy(written)
 
 
 def value_targets(

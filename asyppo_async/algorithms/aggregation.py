@@ -60,7 +60,7 @@ def token_weights(
         weights = spread(per_response.to(dtype), lengths)
     else:
         weights = torch.ones(num_tokens, dtype=dtype)
-    return weights if counted is None else torch.where(counted, weights, torch.zeros_like(weights))
+    return weights if counted is None else torch.where(counted, weights, 0.0)
 
 
 def denominator(
@@ -82,11 +82,27 @@ def denominator(
         responses_counted: [T] bool, which tokens make their response count, if other than `counted`: under
             renormalisation by kept tokens a response whose tokens are all rejected still counts as one.
     """
+    presence = counted if responses_counted is None else responses_counted
+    return denominator_of_counts(
+        mode, counted_tokens(lengths, counted), counted_tokens(lengths, presence), max_length=max_length
+    )
+
+
+def denominator_of_counts(
+    mode: LossAggregation, tokens: Tensor, present: Tensor, *, max_length: int | None = None
+) -> float:
+    """`denominator` from counts per response, for many subsets of one batch.
+
+    Args:
+        mode: see the module.
+        tokens: [B] int64, counted tokens.
+        present: [B] int64, tokens that make their response count.
+        max_length: as there.
+    """
     _check_mode(mode)
     if mode == "token-mean":
-        return float(counted_tokens(lengths, counted).sum())
-    presence = counted if responses_counted is None else responses_counted
-    responses = float((counted_tokens(lengths, presence) > 0).sum())
+        return float(tokens.sum())
+    responses = float((present > 0).sum())
     if mode != "seq-mean-token-sum-norm":
         return responses
     if max_length is None or max_length < 1:

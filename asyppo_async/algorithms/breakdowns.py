@@ -6,16 +6,16 @@ tokens.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from asyppo_async.algorithms.losses import TokenLoss
+from asyppo_async.algorithms.packed import count_true
 
 
 def share(marked: Tensor, among: Tensor) -> float:
     """Marked tokens among some, as a share; NaN if there are none."""
-    total = int(among.sum())
-    return int((marked & among).sum()) / total if total else float("nan")
+    total = count_true(among)
+    return count_true(marked & among) / total if total else float("nan")
 
 
 def masked_mean(terms: Tensor, among: Tensor) -> float:
@@ -71,24 +71,20 @@ def clip_shares(loss: TokenLoss, counted: Tensor) -> ClipShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskOverlaps:
-    """Of AsyPPO's advantage mask, entropy filter and the PPO clip, as shares of all valid tokens."""
+    """Of AsyPPO's advantage mask and entropy filter, as shares of all valid tokens."""
 
     advantage_masked: float
     entropy_filtered: float
     both: float
-    masked_and_clipped: float
 
 
-def mask_overlaps(
-    advantage_keep: Tensor, entropy_keep: Tensor, clipped: Tensor, valid: Tensor
-) -> MaskOverlaps:
+def mask_overlaps(advantage_keep: Tensor, entropy_keep: Tensor, valid: Tensor) -> MaskOverlaps:
     """How the masks fall together; "both" is 0 as long as the two shares sum to at most 1."""
     masked, filtered = ~advantage_keep, ~entropy_keep
     return MaskOverlaps(
         advantage_masked=share(masked, valid),
         entropy_filtered=share(filtered, valid),
         both=share(masked & filtered, valid),
-        masked_and_clipped=share(masked & clipped, valid),
     )
 
 
@@ -101,5 +97,9 @@ def enough_effective_samples(effective_sample_size: float, floor: float) -> bool
 
 def masked_correlation(first: Tensor, second: Tensor, valid: Tensor) -> float:
     """Pearson correlation over valid tokens (position against advantage, std against |gradient|, ...)."""
-    pair = torch.stack([first[valid].double(), second[valid].double()])
-    return float(torch.corrcoef(pair)[0, 1]) if pair.shape[1] > 1 else float("nan")
+    everything = bool(valid.all())
+    a, b = (tensor.double() if everything else tensor[valid].double() for tensor in (first, second))
+    if len(a) < 2:
+        return float("nan")
+    a, b = a - a.mean(), b - b.mean()
+    return float((a @ b) / ((a @ a).sqrt() * (b @ b).sqrt()))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyppo_async.algorithms.metrics import ExplainedVarianceSums, explained_variance_sums
-from asyppo_async.algorithms.packed import segment_starts, spread
+from asyppo_async.algorithms.metrics import ExplainedVarianceSums, explained_variance_segments
+from asyppo_async.algorithms.packed import neutralise, segment_starts, segment_sum, segment_totals, spread
 
 
 def relative_position(lengths: Tensor, num_parts: int) -> Tensor:
@@ -19,24 +19,28 @@ def relative_position(lengths: Tensor, num_parts: int) -> Tensor:
     return index * num_parts // spread(lengths, lengths)
 
 
+def part_lengths(lengths: Tensor, num_parts: int) -> Tensor:
+    """Tokens of each response in each of its parts, [B * num_parts] int64: what `relative_position` counts."""
+    starts = -(-torch.arange(num_parts + 1) * lengths[:, None] // num_parts)
+    return starts.diff(dim=1).reshape(-1)
+
+
 def explained_variance_by_position(
     returns: Tensor, values: Tensor, lengths: Tensor, *, num_parts: int = 4, valid: Tensor | None = None
 ) -> tuple[ExplainedVarianceSums, ...]:
     """Sums per part of the response (quartiles)."""
-    part = relative_position(lengths, num_parts)
-    everything = torch.ones_like(part, dtype=torch.bool) if valid is None else valid
-    return tuple(
-        explained_variance_sums(returns, values, everything & (part == index)) for index in range(num_parts)
-    )
+    sums = explained_variance_segments(returns, values, part_lengths(lengths, num_parts), valid)
+    return tuple(ExplainedVarianceSums.of(part) for part in sums.view(-1, num_parts, 5).sum(0))
 
 
 def mean_by_position(
     terms: Tensor, lengths: Tensor, *, num_parts: int, valid: Tensor | None = None
 ) -> tuple[float, ...]:
     """Mean of a token term per part of the response: |A| by decile, for one."""
-    part = relative_position(lengths, num_parts)
-    everything = torch.ones_like(part, dtype=torch.bool) if valid is None else valid
-    return tuple(float(terms[everything & (part == index)].double().mean()) for index in range(num_parts))
+    parts = part_lengths(lengths, num_parts)
+    totals = segment_totals(neutralise(terms, valid), parts).view(-1, num_parts).sum(0)
+    counts = (parts if valid is None else segment_sum(valid, parts)).view(-1, num_parts).sum(0)
+    return tuple((totals / counts).tolist())
 
 
 def length_bucket(lengths: Tensor, edges: Sequence[int]) -> Tensor:
@@ -48,12 +52,9 @@ def explained_variance_by_length(
     returns: Tensor, values: Tensor, lengths: Tensor, *, edges: Sequence[int], valid: Tensor | None = None
 ) -> tuple[ExplainedVarianceSums, ...]:
     """Sums per bucket of response length."""
-    bucket = spread(length_bucket(lengths, edges), lengths)
-    everything = torch.ones_like(bucket, dtype=torch.bool) if valid is None else valid
-    return tuple(
-        explained_variance_sums(returns, values, everything & (bucket == index))
-        for index in range(len(edges) + 1)
-    )
+    sums = explained_variance_segments(returns, values, lengths, valid)
+    bucket = length_bucket(lengths, edges)
+    return tuple(ExplainedVarianceSums.of(sums[bucket == index].sum(0)) for index in range(len(edges) + 1))
 
 
 def share_by_length(marked: Tensor, lengths: Tensor, edges: Sequence[int]) -> tuple[float, ...]:
@@ -112,12 +113,10 @@ def value_by_outcome(
         lengths: [B].
         valid: [T] bool.
     """
-    right = spread(correct, lengths)
-    everything = torch.ones_like(right) if valid is None else valid
-    return ValueByOutcome(
-        right=float(values[everything & right].double().mean()),
-        wrong=float(values[everything & ~right].double().mean()),
-    )
+    totals = segment_totals(neutralise(values, valid), lengths)
+    counts = lengths.double() if valid is None else segment_sum(valid, lengths)
+    right, wrong = (float(totals[chosen].sum() / counts[chosen].sum()) for chosen in (correct, ~correct))
+    return ValueByOutcome(right=right, wrong=wrong)
 
 
 def brier_score(probabilities: Tensor, correct: Tensor) -> float:

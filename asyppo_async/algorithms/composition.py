@@ -41,7 +41,7 @@ def policy_coefficients(masks: TokenMasks, weights: Tensor, advantage_keep: Tens
     holds.
     """
     keep = masks.policy if advantage_keep is None else masks.policy & advantage_keep
-    return torch.where(keep, weights, torch.zeros_like(weights))
+    return torch.where(keep, weights, 0.0)
 
 
 def entropy_coefficients(masks: TokenMasks, entropy_keep: Tensor | None = None) -> Tensor:

@@ -7,14 +7,14 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor, sqrt
+from math import floor, isfinite, sqrt
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyppo_async.algorithms.packed import compute_dtype
+from asyppo_async.algorithms.packed import compute_dtype, count_true
 
 ValueAggregation = Literal["mean", "min"]
 
@@ -41,8 +41,10 @@ def value_std(values: Tensor, *, sample: bool = False) -> Tensor:
     """
     values = values.to(compute_dtype(values))
     num_critics = len(values)
+    if num_critics == 1:
+        return torch.zeros_like(values[0])
     std = (values[0] - values[1]).abs() / 2 if num_critics == 2 else values.std(0, correction=0)
-    return std * sqrt(num_critics / (num_critics - 1)) if sample and num_critics > 1 else std
+    return std * sqrt(num_critics / (num_critics - 1)) if sample else std
 
 
 def split_groups(
@@ -95,6 +97,20 @@ def share_count(share: float, total: int) -> int:
     return floor(share * total + 1e-9)
 
 
+def extremes(scores: Tensor) -> tuple[float, float]:
+    """Smallest and largest; NaN as soon as one score is."""
+    lowest, highest = torch.aminmax(scores)
+    return float(lowest), float(highest)
+
+
+def all_equal(scores: Tensor) -> bool:
+    """Whether a ranking means nothing: the scores differ by less than 1e-12, or there is none."""
+    if scores.numel() == 0:
+        return True
+    lowest, highest = torch.aminmax(scores)
+    return float(highest - lowest) < 1e-12
+
+
 def select_lowest(scores: Tensor, share: float, valid: Tensor | None = None) -> Tensor:
     """Mark exactly floor(share * N) of the N valid tokens: those with the lowest scores, [T] bool.
 
@@ -108,10 +124,10 @@ def select_lowest(scores: Tensor, share: float, valid: Tensor | None = None) -> 
         raise ValueError(f"a share lies in [0, 1], got {share}")
     everything = valid is None or bool(valid.all())
     chosen = scores.detach() if everything or valid is None else scores.detach()[valid]
-    finite = torch.isfinite(chosen)
-    if not bool(finite.all()):
+    if chosen.numel() and not all(map(isfinite, extremes(chosen))):
+        finite = torch.isfinite(chosen)
         raise ValueError(
-            f"{int((~finite).sum())} of {chosen.numel()} scores are not finite; a critic has diverged"
+            f"{count_true(~finite)} of {chosen.numel()} scores are not finite; a critic has diverged"
         )
     count = share_count(share, chosen.numel())
     selected = torch.zeros(chosen.numel(), dtype=torch.bool)
@@ -119,7 +135,7 @@ def select_lowest(scores: Tensor, share: float, valid: Tensor | None = None) -> 
         cut = float(np.partition(chosen.numpy(), count - 1)[count - 1])
         selected = chosen < cut
         ties = torch.nonzero(chosen == cut).squeeze(1)
-        selected[ties[: count - int(selected.sum())]] = True
+        selected[ties[: count - count_true(selected)]] = True
     if everything or valid is None:
         return selected
     return torch.zeros_like(valid).masked_scatter_(valid, selected)
@@ -155,8 +171,7 @@ def value_std_masks(
     set.
     """
     everything = torch.ones_like(std, dtype=torch.bool) if valid is None else valid
-    chosen = std if bool(everything.all()) else std[everything]
-    degenerate = chosen.numel() == 0 or float(chosen.max() - chosen.min()) < 1e-12
+    degenerate = all_equal(std if bool(everything.all()) else std[everything])
     if degenerate:
         advantage_share = entropy_share = 0.0
     masked = select_lowest(std, advantage_share, everything)
@@ -164,8 +179,8 @@ def value_std_masks(
     return ValueStdMasks(
         advantage_keep=everything & ~masked,
         entropy_keep=everything & ~filtered,
-        num_advantage_masked=int(masked.sum()),
-        num_entropy_filtered=int(filtered.sum()),
+        num_advantage_masked=count_true(masked),
+        num_entropy_filtered=count_true(filtered),
         degenerate=degenerate,
     )
 

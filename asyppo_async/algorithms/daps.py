@@ -12,8 +12,11 @@ decision is a hash of seed and draw number, so a resumed run decides alike.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from asyppo_async.algorithms.seeded import seeded_integer, seeded_uniform
+from asyppo_async.errors import ConfigError
+from asyppo_async.metrics import mean_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +60,34 @@ class OutcomeCounts:
         factor = self._decay ** (self._step - step)
         return PromptOutcomes(prompt_id=prompt_id, successes=successes * factor, trials=trials * factor)
 
+    def copy(self) -> "OutcomeCounts":
+        """As of now, whatever is counted later: quick, so that `snapshot` of it can be made elsewhere."""
+        other = OutcomeCounts(decay=self._decay)
+        other._step, other._counts = self._step, self._counts.copy()
+        return other
+
     def snapshot(self) -> tuple[PromptOutcomes, ...]:
         """All counts as of now, for a checkpoint; `outcomes` of a new object restores them."""
         return tuple(self.of(prompt_id) for prompt_id in sorted(self._counts))
+
+
+def success_of(reward: float, partial: Literal["fraction", "binary", "refuse"]) -> float:
+    """What a reward counts as: s = (R + 1) / 2, or only R = 1 as a success.
+
+    Raises:
+        ConfigError: The reward is outside [-1, 1], or between its ends under `refuse`.
+    """
+    if not -1 <= reward <= 1:
+        raise ConfigError(
+            f"selection.prompts = 'daps' counts successes, and a reward is {reward:g}, outside [-1, 1]: scale its "
+            "task's scores (task.data.score_range), or draw prompts otherwise"
+        )
+    if partial == "refuse" and -1 < reward < 1:
+        raise ConfigError(
+            f"selection.partial_rewards = 'refuse', and a reward is {reward:g}, neither right (1) nor wrong (-1); use "
+            "'fraction' or 'binary'"
+        )
+    return (reward + 1) / 2 if partial == "fraction" else float(reward >= 1)
 
 
 def critic_probability(start_value: float) -> float:
@@ -117,6 +145,8 @@ class DapsDecision:
     """p."""
     critic_probability: float
     """p_c, for its Brier score and AUC once the outcome is known."""
+    trials: float
+    """Decayed number of responses that the prompt had been given before."""
 
 
 def draw_candidate(seed: int, draw: int, num_prompts: int) -> int:
@@ -147,6 +177,7 @@ def decide(
         probability=probability,
         success_estimate=success,
         critic_probability=critic_probability(start_value),
+        trials=outcomes.trials,
     )
 
 
@@ -162,6 +193,8 @@ class DapsSummary:
     """Candidates by p, in tenths."""
     accepted_middle_share: float
     """Share of accepted candidates with .2 < p <= .8; NaN if none was accepted."""
+    accepted_trials: float
+    """Mean decayed number of responses that an accepted prompt had before; NaN if none was accepted."""
 
     @property
     def candidates_per_accepted(self) -> float:
@@ -182,4 +215,5 @@ def summarise(decisions: Sequence[DapsDecision]) -> DapsSummary:
         mean_probability=total / len(decisions) if decisions else float("nan"),
         success_histogram=tuple(histogram),
         accepted_middle_share=middle / len(accepted) if accepted else float("nan"),
+        accepted_trials=mean_of(decision.trials for decision in accepted),
     )

@@ -136,5 +136,9 @@ class Greso:
             hard=adapt(self._probabilities.hard, hard_share, self._settings.target_hard, self._settings),
         )
 
+    def copy(self) -> "Greso":
+        """As of now, whatever is recorded later."""
+        return Greso(self._settings, self._probabilities, self._runs.values())
+
     def snapshot(self) -> tuple[PromptRun, ...]:
         return tuple(self._runs[prompt_id] for prompt_id in sorted(self._runs))

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from asyppo_async.algorithms.mismatch import ratio
-from asyppo_async.algorithms.packed import compute_dtype, segment_max
+from asyppo_async.algorithms.packed import (
+    compute_dtype,
+    neutralise,
+    segment_extremes,
+    segment_sum,
+    segment_totals,
+)
 
 PART_TOKENS = 1 << 20
 
@@ -85,6 +91,11 @@ class RatioStatistics:
     kl_k1: float
     kl_k3: float
 
+    @property
+    def perplexity_ratio(self) -> float:
+        """exp(-mean log ratio)."""
+        return float(torch.tensor(self.kl_k1, dtype=torch.float64).exp())
+
 
 def ratio_statistics(log_ratio: Tensor, valid: Tensor | None = None) -> RatioStatistics:
     """All figures of a ratio at once, over the valid tokens with a finite log ratio, before any rejection.
@@ -101,8 +112,10 @@ def ratio_statistics(log_ratio: Tensor, valid: Tensor | None = None) -> RatioSta
         sums += torch.stack([weights.sum(), weights.square().sum(), exact.sum(), (weights - 1 - exact).sum()])
     count = logs.numel()
     total, squares, log_sum, k3_sum = sums.tolist()
-    minimum, p1, p99, maximum = quantiles(ratio(logs.to(compute_dtype(logs))), (0.0, 0.01, 0.99, 1.0))
     nothing = float("nan")
+    all_ratios = ratio(logs.to(compute_dtype(logs)))
+    p1, p99 = quantiles(all_ratios, (0.01, 0.99))
+    minimum, maximum = map(float, torch.aminmax(all_ratios)) if count else (nothing, nothing)
     return RatioStatistics(
         num_tokens=count,
         mean=total / count if count else nothing,
@@ -137,6 +150,18 @@ class ExplainedVarianceSums:
             returns_squared=self.returns_squared + other.returns_squared,
             errors=self.errors + other.errors,
             errors_squared=self.errors_squared + other.errors_squared,
+        )
+
+    @classmethod
+    def of(cls, sums: Tensor) -> "ExplainedVarianceSums":
+        """Of the five sums in the order of the fields."""
+        count, returns, returns_squared, errors, errors_squared = sums.tolist()
+        return cls(
+            count=int(count),
+            returns=returns,
+            returns_squared=returns_squared,
+            errors=errors,
+            errors_squared=errors_squared,
         )
 
     @property
@@ -186,6 +211,25 @@ def explained_variance_sums(
     )
 
 
+def explained_variance_segments(
+    returns: Tensor, values: Tensor, lengths: Tensor, valid: Tensor | None = None
+) -> Tensor:
+    """The sums of each of many segments that lie end to end, [S, 5] float64, in the order of the fields.
+
+    Args:
+        returns: [T]; what is not valid may hold NaN, as in `values`.
+        values: [T].
+        lengths: [S], of the segments; they may be empty.
+        valid: [T] bool.
+    """
+    known = neutralise(returns, valid).double()
+    counts = lengths.double() if valid is None else segment_sum(valid, lengths)
+    sums = [counts, segment_totals(known, lengths), segment_totals(known.square(), lengths)]
+    errors = known - neutralise(values, valid)
+    sums += [segment_totals(errors, lengths), segment_totals(errors.square(), lengths)]
+    return torch.stack(sums, 1)
+
+
 def explained_variance(returns: Tensor, values: Tensor, valid: Tensor | None = None) -> float:
     """1 - Var(G - V) / Var(G) over valid tokens; NaN if the returns do not vary."""
     return explained_variance_sums(returns, values, valid).explained_variance
@@ -216,22 +260,20 @@ def staleness_statistics(
         trainer_version: at the start of the step.
         valid: [T] bool; what is false is not counted.
     """
-    age = (trainer_version - versions).to(torch.int32)
-    counted = torch.ones_like(age, dtype=torch.bool) if valid is None else valid
-    tokens = age[counted]
-    if bool((tokens < 0).any()):
+    ages = (trainer_version - versions).to(torch.int32)
+    if valid is not None:
+        ages, lengths = ages[valid], segment_sum(valid, lengths).to(torch.int64)
+    newest, oldest = segment_extremes(ages, lengths)
+    if newest.numel() and int(newest.min()) < 0:
         raise ValueError(
-            f"a token of version {int(versions[counted].max())} is newer than trainer {trainer_version}"
+            f"a token of version {trainer_version - int(newest.min())} is newer than trainer {trainer_version}"
         )
-    real = age.float()
-    oldest = segment_max(real.masked_fill(~counted, -torch.inf), lengths)
-    newest = -segment_max((-real).masked_fill(~counted, -torch.inf), lengths)
-    present = torch.isfinite(oldest)
-    oldest, newest = oldest[present], newest[present]
+    histogram = torch.bincount(ages).tolist()
+    total = sum(age * number for age, number in enumerate(histogram))
     return StalenessStatistics(
-        token_histogram=tuple(torch.bincount(tokens).tolist()),
-        sequence_histogram=tuple(torch.bincount(oldest.long()).tolist()),
-        mean=float(tokens.double().mean()),
-        maximum=int(tokens.max()) if tokens.numel() else 0,
+        token_histogram=tuple(histogram),
+        sequence_histogram=tuple(torch.bincount(oldest).tolist()),
+        mean=total / len(ages) if len(ages) else float("nan"),
+        maximum=max(0, len(histogram) - 1),
         mixed_share=float((oldest != newest).double().mean()),
     )

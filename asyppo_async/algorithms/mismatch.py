@@ -23,6 +23,7 @@ from torch import Tensor
 from asyppo_async.algorithms.packed import (
     check_lengths,
     compute_dtype,
+    count_true,
     counted_any,
     neutralise,
     segment_max,
@@ -130,7 +131,12 @@ def inside_band(log_ratios: Tensor, low: float, high: float) -> Tensor:
     if not low <= high:
         raise ValueError(f"a band needs low <= high, got [{low}, {high}]")
     bounds = torch.tensor([safe_log(low), safe_log(high)], dtype=log_ratios.dtype)
-    return (log_ratios >= bounds[0]) & (log_ratios <= bounds[1])
+    # NaN is inside nothing, also where a side has no bound.
+    above = log_ratios >= bounds[0]
+    if high == float("inf"):
+        return above
+    below = log_ratios <= bounds[1]
+    return below if low == 0 else above & below
 
 
 def strictly_inside_band(log_ratios: Tensor, low: float, high: float) -> Tensor:
@@ -163,7 +169,7 @@ def apply_token_rule(
         case "icepop" | "icepop_mask":
             keep = inside_band(log_ratios, rule.low, rule.high)
             weights = ratio(log_ratios) if rule.kind == "icepop" else ones
-            return keep, torch.where(keep, weights, torch.zeros_like(weights))
+            return keep, torch.where(keep, weights, 0.0)
         case "truncate":
             return keep, ratio(log_ratios).clamp(max=rule.high)
         case "clamp":
@@ -262,7 +268,7 @@ def correct_mismatch(
     keep_sequences = torch.ones(len(lengths), dtype=torch.bool)
     for verdict in verdicts:
         keep_sequences &= verdict
-    num_tokens, num_finite = int(valid.sum()), int(measured.sum())
+    num_tokens, num_finite = count_true(valid), count_true(measured)
     below = measured & ~inside_band(logs, rule.low, float("inf"))
     above = measured & ~(kept if rule.kind == "kpop" else inside_band(logs, 0.0, rule.high))
     return MismatchCorrection(
@@ -274,11 +280,11 @@ def correct_mismatch(
         counts=MismatchCounts(
             num_tokens=num_tokens,
             num_non_finite=num_tokens - num_finite,
-            num_below=int(below.sum()),
-            num_above=int(above.sum()),
-            num_rejected_tokens=num_tokens - int(keep_tokens.sum()),
-            num_sequences=int(counted_any(valid, lengths).sum()),
-            num_rejected_sequences=int((~keep_sequences).sum()),
-            rejected_by_gate=tuple(int((~verdict).sum()) for verdict in verdicts),
+            num_below=count_true(below),
+            num_above=count_true(above),
+            num_rejected_tokens=num_tokens - count_true(keep_tokens),
+            num_sequences=count_true(counted_any(valid, lengths)),
+            num_rejected_sequences=count_true(~keep_sequences),
+            rejected_by_gate=tuple(count_true(~verdict) for verdict in verdicts),
         ),
     )

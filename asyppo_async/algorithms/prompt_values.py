@@ -64,6 +64,10 @@ class PromptValues:
             prompt_id=prompt_id, alpha=factor * old.alpha + reward, beta=factor * old.beta + 1 - reward
         )
 
+    def copy(self) -> "PromptValues":
+        """As of now, whatever is updated later."""
+        return PromptValues(self._values.values())
+
     def snapshot(self) -> tuple[PromptValue, ...]:
         return tuple(self._values[prompt_id] for prompt_id in sorted(self._values))
 

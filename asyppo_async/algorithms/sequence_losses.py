@@ -10,7 +10,7 @@ from torch import Tensor
 from asyppo_async.algorithms.group_advantages import group_statistics
 from asyppo_async.algorithms.losses import TokenLoss, policy_ratio, ppo_clip
 from asyppo_async.algorithms.mismatch import ratio
-from asyppo_async.algorithms.packed import segment_mean, segment_sum, spread
+from asyppo_async.algorithms.packed import counted_any, neutralise, segment_mean, segment_sum, spread
 
 
 def gspo(
@@ -54,7 +54,10 @@ def gspo_token(
 
 
 def group_expectation_weights(
-    policy_sequence_logprobs: Tensor, behaviour_sequence_logprobs: Tensor, group_ids: Tensor
+    policy_sequence_logprobs: Tensor,
+    behaviour_sequence_logprobs: Tensor,
+    group_ids: Tensor,
+    present: Tensor | None = None,
 ) -> Tensor:
     """w_i = p(y_i) / E_q[q] with E_q[q] = sum q^2 / sum q over the group, [B], gradient to p. (GEPO
     2508.17850.)
@@ -64,26 +67,64 @@ def group_expectation_weights(
             length-normalised form.
         behaviour_sequence_logprobs: [B] log q(y_i), taken alike.
         group_ids: [B].
+        present: [B] bool, responses that have a token; None means all.
     """
     return policy_ratio(
-        policy_sequence_logprobs - group_expectation_logs(behaviour_sequence_logprobs, group_ids)
+        policy_sequence_logprobs - group_expectation_logs(behaviour_sequence_logprobs, group_ids, present)
     )
 
 
-def group_expectation_logs(behaviour_sequence_logprobs: Tensor, group_ids: Tensor) -> Tensor:
-    """log E_q[q] of each response's group, [B], no gradient.
+def group_expectation_logs(
+    behaviour_sequence_logprobs: Tensor, group_ids: Tensor, present: Tensor | None = None
+) -> Tensor:
+    """log E_q[q] of each response's group, [B], no gradient; 0 for a group of which nothing is present.
 
-    Computed from logs shifted by the group's largest, since probabilities of responses underflow.
+    A response without tokens is not one of probability 1, which would outweigh all others: it must not be
+    `present` ([B] bool). Computed from logs shifted by the group's largest, since probabilities of responses
+    underflow.
     """
     q_log = behaviour_sequence_logprobs.detach()
+    if present is not None:
+        q_log = torch.where(present, q_log, -torch.inf)
     _, index = torch.unique(group_ids, return_inverse=True)
     num_groups = int(index.max()) + 1 if index.numel() else 0
     top = q_log.new_full((num_groups,), -torch.inf).scatter_reduce(0, index, q_log, "amax")
+    top = torch.where(top > -torch.inf, top, 0.0)
     shifted = (q_log - top[index]).exp()
     sums = q_log.new_zeros(num_groups).index_add(0, index, shifted)
     squares = q_log.new_zeros(num_groups).index_add(0, index, shifted.square())
-    expectation_log = (squares / sums).log() + top
+    expectation_log = torch.where(sums > 0, (squares / sums).log() + top, 0.0)
     return expectation_log[index]
+
+
+def group_expectation_reference(
+    behaviour_logprobs: Tensor,
+    lengths: Tensor,
+    group_ids: Tensor,
+    counted: Tensor,
+    *,
+    length_normalised: bool = True,
+) -> Tensor:
+    """What `sequence_weighted` needs as reference to be `gepo_expectation`, [T], in float64, no gradient.
+
+    log E_q[q] of the response's group at every token, so that the mean over its counted tokens gives it
+    back; divided by their number where it is the sum that must.
+
+    Args:
+        behaviour_logprobs: [T]; may hold anything where not counted.
+        lengths: [B].
+        group_ids: [B].
+        counted: [T] bool, tokens of the sequence probability.
+        length_normalised: as in `gepo_expectation`.
+    """
+    tokens = segment_sum(counted, lengths)
+    logs = segment_sum(neutralise(behaviour_logprobs.detach().double(), counted), lengths)
+    if length_normalised:
+        logs = logs / tokens.clamp(min=1)
+    expectation = group_expectation_logs(logs, group_ids, tokens > 0)
+    if not length_normalised:
+        expectation = expectation / tokens.clamp(min=1)
+    return spread(expectation, lengths)
 
 
 def gepo_expectation(
@@ -116,7 +157,8 @@ def gepo_expectation(
         else segment_sum(torch.where(counted, logs, torch.zeros_like(logs)), lengths)
         for logs in (policy_logprobs, behaviour_logprobs.detach())
     )
-    weights = spread(group_expectation_weights(next(sums), next(sums), group_ids), lengths)
+    present = counted_any(counted, lengths)
+    weights = spread(group_expectation_weights(next(sums), next(sums), group_ids, present), lengths)
     terms = -weights * advantages.detach()
     flags = torch.zeros_like(terms, dtype=torch.bool)
     return TokenLoss(terms=terms, clipped_low=flags, clipped_high=flags)

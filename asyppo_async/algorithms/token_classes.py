@@ -99,7 +99,7 @@ def classify_tokens(
     ):
         if marked is not None:
             check_lengths(lengths, len(marked))
-            classes[marked] = int(token_class)
+            classes.masked_fill_(marked, int(token_class))
     return classes
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyppo_async.algorithms.critics import select_highest, select_lowest
+from asyppo_async.algorithms.critics import all_equal, select_highest, select_lowest
+from asyppo_async.algorithms.packed import count_true
 from asyppo_async.algorithms.seeded import seeded_integer
 
 SelectBy = Literal["value_std", "entropy", "random", "none"]
@@ -66,8 +67,7 @@ def select_tokens(
             )
         return TokenSelection(selected=torch.zeros_like(valid), count=0, degenerate=False)
     everything = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
-    chosen = scores[everything]
-    if chosen.numel() == 0 or float(chosen.max() - chosen.min()) < 1e-12:
+    if all_equal(scores if bool(everything.all()) else scores[everything]):
         return TokenSelection(selected=torch.zeros_like(everything), count=0, degenerate=True)
     select = select_lowest if end == "lowest" else select_highest
     if scope == "batch":
@@ -79,7 +79,7 @@ def select_tokens(
             torch.split(scores, lengths.tolist()), torch.split(everything, lengths.tolist()), strict=True
         )
         selected = torch.cat([select(part, share, mask) for part, mask in parts])
-    return TokenSelection(selected=selected, count=int(selected.sum()), degenerate=False)
+    return TokenSelection(selected=selected, count=count_true(selected), degenerate=False)
 
 
 def choose_scores(

@@ -54,6 +54,9 @@ class AlgorithmSection(Section):
 
     estimator: Estimator = "gae"
     """Where advantages come from: critics (gae, evpo), the group, the batch, or a table of prompts (spo)."""
+    critic_use: Literal["both", "prompt", "token"] = "both"
+    """What of the critics' opinion reaches the advantages (gae): all of it; of the prompt alone, A = R - V(s_0); or of
+    the tokens alone, A_t = GAE_t - mean of GAE over the response + R - mean R of the batch."""
     lambda_actor: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = 1.0
     """GAE lambda of the advantages; `adaptive`: 1 - 1 / (alpha T) for each response of T tokens."""
     lambda_alpha: float = Field(default=1.5, gt=0)
@@ -75,9 +78,9 @@ class AlgorithmSection(Section):
     whiten_advantages: Literal["off", "batch", "group"] = "off"
     """Over the tokens of the batch, or of each group."""
     whiten_unbiased: bool = False
-    truncated: Literal["scored", "finished", "bootstrap", "egae"] = "scored"
-    """A response at maximum length: ended with the reward that its text earns, ended with -1, without a reward and
-    V(s_T) of the critics, or without a reward and V(s_T) = V(s_{T-1}) (T-PPO)."""
+    truncated: Literal["finished", "scored", "bootstrap", "egae"] = "finished"
+    """A response at maximum length: ended and wrong (-1), ended with the reward that its text earns, without a reward
+    and V(s_T) of the critics, or without a reward and V(s_T) = V(s_{T-1}) (T-PPO)."""
     overlong_cache_tokens: int = Field(default=0, ge=0)
     """DAPO's soft penalty grows over so many tokens before `sampling.max_tokens`; 0 is off."""
     group_entropy_scaling: bool = False
@@ -102,8 +105,10 @@ class AlgorithmSection(Section):
     gepo_length_normalised: bool = True
     """Probabilities of responses per token (geometric mean) in GEPO's group expectation."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Of a penalty on the divergence from the loss's own reference; a frozen reference model is not in this version."""
-    kl_estimator: Literal["k2", "k3"] = "k3"
+    """Of a penalty on the divergence from the frozen `actor.reference`, or from what the ratio of the loss is over."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k2 and k3 are terms of the loss, on the tokens that train and with their weights. k1 has no gradient in the mean,
+    so it is a cost per token in the advantages, and needs `actor.reference`."""
     positive_nll_coefficient: float = Field(default=0.0, ge=0)
     """Of the likelihood of right responses, over their own tokens (VAPO: 0.1)."""
     aggregation: Literal[

@@ -11,12 +11,14 @@ OVER_BEHAVIOUR = ("dis", "dppo")
 """Losses whose ratio is over the behaviour policy by definition."""
 OF_RESPONSES = ("gspo", "gepo_expectation")
 """Losses with one advantage a response."""
+CUT = ("bootstrap", "egae")
+"""Responses at maximum length have no reward of their own."""
 WEIGHTING = ("icepop", "tis", "clamp", "importance")
 
 
 def check_config(config: TrainConfig, source: str) -> None:
     """Raise `ConfigError` for the first contradiction between settings of different keys."""
-    for rules in (_sampling, _critics, _critics_data, _advantages, _losses, _selection, _sizes):
+    for rules in (_sampling, _critics, _critics_data, _advantages, _losses, _selection, _sizes, _weights):
         for wrong, reason in rules(config):
             if wrong:
                 raise ConfigError(f"{source}: {reason}")
@@ -138,7 +140,12 @@ def _advantages(config: TrainConfig) -> Rules:
             "algorithm.schedule = 'pre' or algorithm.advantage_values = 'pre'",
         ),
         (
-            algorithm.truncated in ("bootstrap", "egae") and algorithm.estimator != "gae",
+            algorithm.critic_use != "both" and (algorithm.estimator != "gae" or algorithm.truncated in CUT),
+            f"algorithm.critic_use = {algorithm.critic_use!r} takes the advantages of 'gae' apart: "
+            f"algorithm.estimator is {algorithm.estimator!r}, algorithm.truncated {algorithm.truncated!r}",
+        ),
+        (
+            algorithm.truncated in CUT and algorithm.estimator != "gae",
             f"algorithm.truncated = {algorithm.truncated!r} ends a response with a critic's value, and "
             f"algorithm.estimator is {algorithm.estimator!r}; use 'gae', or 'scored' or 'finished'",
         ),
@@ -172,6 +179,18 @@ def _losses(config: TrainConfig) -> Rules:
             algorithm.loss in OF_RESPONSES and algorithm.estimator in FROM_CRITICS,
             f"algorithm.loss = {algorithm.loss!r} needs one advantage for a whole response, and algorithm.estimator = "
             f"{algorithm.estimator!r} gives one per token; use 'gspo_token' or an estimator without critics",
+        ),
+        (
+            config.actor.reference is not None and algorithm.kl_coefficient == 0,
+            f"actor.reference = {str(config.actor.reference)!r} costs memory and a forward, and "
+            "algorithm.kl_coefficient is 0; set a coefficient or leave the reference out",
+        ),
+        (
+            algorithm.kl_coefficient > 0
+            and algorithm.kl_estimator == "k1"
+            and config.actor.reference is None,
+            "algorithm.kl_estimator = 'k1' is a cost in the advantages, over a frozen model: set actor.reference "
+            "('initial'), or use 'k2' or 'k3' for the divergence from the loss's own reference",
         ),
         (
             algorithm.loss == "aspo" and algorithm.dual_clip is None,
@@ -228,8 +247,30 @@ def _sizes(config: TrainConfig) -> Rules:
             f"critic.mini_batches = {critic.mini_batches} exceeds the {of_each_critic} responses that each critic gets "
             "of a batch",
         ),
+    ]
+
+
+def _weights(config: TrainConfig) -> Rules:
+    weights = config.weights
+    return [
         (
-            config.weights.backend == "nccl",
-            "weights.backend = 'nccl' needs GPUs on both ends, and this version publishes over gloo only",
+            weights.encoding == "delta" and config.actor.dtype != "bfloat16",
+            f'weights.encoding = "delta" with actor.dtype = {config.actor.dtype!r}: nearly every float32 weight '
+            "changes at every step, so a delta would be larger than the weights; use bfloat16, or encoding full",
+        ),
+        (
+            weights.encoding == "delta" and weights.way == "direct",
+            'weights.encoding = "delta" needs the copy in host memory that weights.way = "direct" does without; use '
+            "the way staged or folder, or encoding full",
+        ),
+        (
+            (weights.way == "folder") != bool(weights.folder),
+            f"weights.way = {weights.way!r} and weights.folder = {weights.folder!r}: the way folder and a folder "
+            "go together; set both or neither",
+        ),
+        (
+            weights.backend == "nccl" and weights.way != "direct",
+            f'weights.backend = "nccl" with weights.way = {weights.way!r}: host memory receives over gloo only; use '
+            "the way direct, or the backend gloo",
         ),
     ]

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias, cast, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -122,7 +122,10 @@ def _nearest_key(detail: ErrorDetails) -> str:
     *parents, wrong = [str(part) for part in detail["loc"]]
     model: type[BaseModel] = TrainConfig
     for parent in parents:
+        if parent.isdecimal():
+            continue  # an entry of a list of tables
         annotation = model.model_fields[parent].annotation
+        annotation = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return ""
         model = annotation

@@ -7,9 +7,14 @@ from pydantic import Field
 
 from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.base import PositiveSeconds, Section, Share
+from asyppo_async.config.checkpoint import CheckpointSection
+from asyppo_async.config.failures import FailuresSection
+from asyppo_async.config.learner import LearnerSection
+from asyppo_async.config.pool import PoolSection, PretrainSection
 from asyppo_async.config.selection import SelectionSection
+from asyppo_async.config.task import TaskSection
 
-Dtype = Literal["float32", "bfloat16"]
+CriticPartName = Literal["attention", "router", "vision", "embeddings", "backbone"]
 
 
 class RunSection(Section):
@@ -23,62 +28,54 @@ class RunSection(Section):
     """Training steps; the version of the weights at the end."""
     overwrite: bool = False
     """Replace a run folder of the same name instead of refusing to start."""
+    restarts: int = Field(default=0, ge=0)
+    """How often the run may come back by itself from its last checkpoint after a part of it has died."""
     join_timeout_s: PositiveSeconds = 300
     """How long to wait for fleet servers and worker groups at start."""
     request_timeout_s: PositiveSeconds = 600
     """Deadline of one request to a worker group (forward, train, send)."""
+    worker_host: str = "127.0.0.1"
+    """Address of this machine on which the run waits for workers; another machine's need one that they reach."""
+    worker_port: int = Field(default=0, ge=0, le=65535)
+    """0: a free port, which is printed."""
+    silent_after_s: PositiveSeconds = 30
+    """A worker rank that sends no heartbeat (every 2 s) for so long is lost."""
     stall_after_s: PositiveSeconds = 60
     """Without progress for so long, what each loop waits for is logged."""
     fail_after_s: PositiveSeconds = 900
     """Without progress for so long, the run fails."""
+    debug: bool = False
+    """Check after every decision what must hold of draws, batches and servers; the run ends where it does not."""
 
 
-class ActorSection(Section):
+class ActorSection(LearnerSection):
     model: Path
     """Folder of the initial policy (Hugging Face format) with its tokenizer."""
-    dtype: Dtype = "float32"
-    """Type of the weights in training and of the bytes that are published."""
-    backend: Literal["plain"] = "plain"
-    """Training engine of the group: plain torch."""
-    num_ranks: int = Field(default=1, ge=1)
-    """Ranks of the actor group that this machine starts."""
-    learning_rate: float = Field(default=1e-6, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises linearly."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    epochs: int = Field(default=1, ge=1)
-    """Passes over each batch (UTD, update to data)."""
-    mini_batches: int = Field(default=2, ge=1)
-    """Optimizer steps of one pass."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens, padding included, of one forward and backward."""
-    num_threads: int = Field(default=0, ge=0)
-    """CPU threads of each rank; 0: all that the process may use."""
     reset_optimizer: bool = False
     """Forget the optimizer's moments before each training step, that is, after each publication (GLM-5)."""
-    non_finite_budget: int = Field(default=5, ge=0)
-    """Optimizer steps that may be skipped for a non-finite loss or gradient before the run fails."""
+    reference: Path | Literal["initial"] | None = None
+    """Folder of a frozen model that `algorithm.kl_coefficient` holds the policy to; `initial`: the weights that the run
+    starts from. Every rank holds all of it. None: no such model; a KL is over the loss's own reference."""
+    routing_replay: bool = False
+    """R3: the forward of a mixture of experts uses the experts that the engine used; the engine must return them."""
 
 
-class CriticSection(Section):
+class CriticSection(LearnerSection):
     count: int = Field(default=2, ge=0)
     """Mini-critics M; each trains on its own share of every group's responses. 0: a method without critics."""
     model: Path | None = None
-    """Folder of the model that every critic starts from; its tokenizer must be the actor's."""
-    dtype: Dtype = "float32"
-    backend: Literal["plain"] = "plain"
-    num_ranks: int = Field(default=1, ge=1)
-    """Ranks of each critic group that this machine starts."""
+    """Folder of the model that every critic starts from, with the value head if it has one; or a folder of `critic-0`,
+    `critic-1`, ..., as value pretraining and a run leave them. The tokenizer must be the actor's."""
     learning_rate: float = Field(default=1e-5, gt=0)
+    head_learning_rate: float | None = Field(default=None, gt=0)
+    """Of the value head, on the same schedule in proportion; none: `learning_rate`."""
     weight_decay: float = Field(default=0.01, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    epochs: int = Field(default=1, ge=1)
-    """Passes of each critic over its share of a batch."""
-    mini_batches: int = Field(default=2, ge=1)
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    num_threads: int = Field(default=0, ge=0)
+    """Training steps at the start in which only the critics train: the actor stays what it was, to the bit."""
+    frozen: tuple[CriticPartName, ...] = ()
+    """Parts of the backbone that do not train; a router and a vision tower may be named where there is none."""
+    head_std: float = Field(default=0.0, ge=0)
+    """Standard deviation that a fresh value head is drawn with; 0: 1 / (H + 1) of H hidden units (S3AC)."""
     value_clip: float | None = Field(default=None, gt=0)
     """Half width of the clipped value loss; none: plain squared error."""
     data: Literal["group_split", "random_split", "shared"] = "group_split"
@@ -87,23 +84,6 @@ class CriticSection(Section):
     """A group with fewer responses than critics: they take turns, or all critics see all of it."""
     half_loss: bool = True
     """The value loss is 1/2 (V - G)^2; false: without the half, as AsyPPO's equation."""
-    non_finite_budget: int = Field(default=5, ge=0)
-
-
-class TaskSection(Section):
-    name: str = "arithmetic"
-    """`arithmetic`, or `reasoning_gym:NAME`."""
-    params: dict[str, int | float | str | bool] = Field(default_factory=dict)
-    """Parameters of the task, as its own documentation names them."""
-    num_train: int = Field(default=10_000, ge=1)
-    """Prompts of the training split."""
-    num_heldout: int = Field(default=256, ge=1)
-    """Prompts of the held-out split; disjoint from training."""
-    system_prompt: str | None = None
-    """First message of the chat template, for models that have one."""
-    reward_processes: int = Field(default=1, ge=1)
-    reward_timeout_s: PositiveSeconds = 10
-    """A response that is not scored in this time is a lost member of its group."""
 
 
 class SamplingSection(Section):
@@ -115,7 +95,7 @@ class SamplingSection(Section):
     kept_tokens: bool = False
     """The trainer rebuilds the set of tokens that top-k and top-p keep and renormalises its log-probs over it."""
     max_tokens: int = Field(default=256, ge=1)
-    """Longest response; one that reaches it is finished, with the reward that its text earns."""
+    """Longest response; what becomes of one that reaches it, `algorithm.truncated` says."""
 
 
 class BatchSection(Section):
@@ -141,6 +121,15 @@ class StalenessSection(Section):
 
 
 class WeightsSection(Section):
+    way: Literal["staged", "direct", "folder"] = "staged"
+    """staged: bytes arrive in the servers' host memory while they generate. direct: in their engines, which pause for
+    it; no second copy. folder: as files in `folder`, for servers that share no such network with the trainer."""
+    encoding: Literal["full", "delta"] = "full"
+    """delta: only what has changed since the version that all servers hold; needs actor.dtype = "bfloat16", and one
+    more copy of the weights in the trainer's host memory."""
+    folder: str = ""
+    """Of the way `folder`: a path that the trainer and every server see, or a URL that fsspec knows (`s3://bucket/runs`,
+    with the package of its store installed at both ends, and access from their environments)."""
     backend: Literal["gloo", "nccl"] = "gloo"
     bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
     kv_on_update: Literal["keep", "recompute"] = "keep"
@@ -149,10 +138,15 @@ class WeightsSection(Section):
     """Shortest deadline of one leg of a publication; longer ones follow from bytes and measured rate."""
     lease_s: PositiveSeconds = 60
     """A server resets an update whose trainer is silent for so long."""
+    on_failed_server: Literal["leave_out", "fail"] = "leave_out"
+    """Of several, one that cannot load a version, or fails its probe twice: go on without it, or fail the run."""
     num_probe_sequences: int = Field(default=4, ge=1)
     """Continuations that are sampled after each publication to compare the engine with the trainer."""
     probe_tokens: int = Field(default=16, ge=1)
     """Length of each sampled continuation."""
+    probe_long_every: int = Field(default=50, ge=0)
+    """Publications between two in which one sequence of the run's greatest length is scored too; it also is where a
+    server is new. 0: only there."""
     probe_tolerance: float = Field(default=0.0, ge=0)
     """Largest mean gap (nats) of a probe; 0: ten times the gap measured at the first publication, at least 1e-5."""
 
@@ -168,11 +162,30 @@ class EvaluationSection(Section):
     """How long a publication may wait for an evaluation that is under way."""
     num_prompts: int = Field(default=0, ge=0)
     """Held-out prompts of the evaluations within the run; 0: all of them."""
+    keep_best_by: Literal["none", "accuracy", "greedy_accuracy", "mean_reward"] = "none"
+    """Keep the actor of the evaluation in which this was highest, in the run folder's `best/`."""
 
 
 class FleetSection(Section):
     servers: tuple[str, ...] = ()
-    """`host:port` of each server; none: one server is started on this machine and ends with the run."""
+    """`host:port` of each, or `dns:///name:port` for all of a name, also those to come; none: one server is started on
+    this machine and ends with the run."""
+    listen: str = ""
+    """HOST:PORT where servers may join the run (`asyppo-fleet serve --join`); empty: nobody may."""
+    listen_insecure: bool = False
+    """Let anybody who reaches `listen` join, without a token: for closed networks only."""
+    listen_tls_cert: Path | None = None
+    """PEM of the certificate of `listen`."""
+    listen_tls_key: Path | None = None
+    """PEM of its private key."""
+    token_file: Path | None = None
+    """File with the bearer token that the servers ask for; none: the variable ASYPPO_FLEET_TOKEN, if it is set."""
+    tls_ca: Path | None = None
+    """PEM of the authority that signed the servers' certificates; none: no TLS."""
+    tls_cert: Path | None = None
+    """PEM of the trainer's own certificate, where servers ask for one."""
+    tls_key: Path | None = None
+    """PEM of its private key."""
     max_num_seqs: int = Field(default=128, ge=2)
     """Samples that an embedded server runs at once."""
     max_model_len: int = Field(default=0, ge=0)
@@ -181,10 +194,27 @@ class FleetSection(Section):
     """KV cache of an embedded CPU server."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of an embedded server; 0: vLLM's own choice."""
+    silence_s: PositiveSeconds = 10
+    """A server that says nothing for so long while groups wait for it, no token and no life sign, is given up."""
     group_deadline_s: PositiveSeconds = 600
     """A group that is not finished in this time is failed and drawn again."""
     extra_args: tuple[str, ...] = ()
     """Further options for `asyppo-fleet serve` of an embedded server."""
+
+
+class TrackingSection(Section):
+    """Where the numbers of a run go besides `metrics.jsonl`."""
+
+    tensorboard: bool = True
+    """Event files in the run folder: `tensorboard --logdir runs`."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases (extra `wandb`). offline: into the run folder, for `wandb sync`."""
+    wandb_project: str = "asyppo-async"
+    """Project that the run appears in."""
+    report: bool = True
+    """Write `report.html` at the end of the run; `asyppo-train report RUN` does it at any time."""
+    samples_per_step: int = Field(default=2, ge=0)
+    """Responses of each step that are kept as text with their rewards, in `samples.jsonl`."""
 
 
 class SimulateSection(Section):
@@ -239,5 +269,10 @@ class TrainConfig(Section):
     selection: SelectionSection = SelectionSection()
     weights: WeightsSection = WeightsSection()
     evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    failures: FailuresSection = FailuresSection()
     fleet: FleetSection = FleetSection()
+    tracking: TrackingSection = TrackingSection()
+    pool: PoolSection = PoolSection()
+    pretrain: PretrainSection = PretrainSection()
     simulate: SimulateSection = SimulateSection()

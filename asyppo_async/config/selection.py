@@ -17,6 +17,9 @@ class SelectionSection(Section):
     count_dropped: bool = True
     """History counts responses on arrival, also of groups that are later dropped or filtered; false: trained ones."""
 
+    partial_rewards: Literal["fraction", "binary", "refuse"] = "fraction"
+    """DAPS: what a reward R between -1 and 1 counts as: (R + 1) / 2 of a success, none, or the end of the run. A reward
+    outside [-1, 1] ends it in any case."""
     minimum_acceptance: float = Field(default=0.1, ge=0, le=1)
     """DAPS's a_min (0.1 to 0.3 in the paper)."""
     prior_trials: float = Field(default=3.0, gt=0)

@@ -30,9 +30,7 @@ _QUESTIONS_AT_LEAST = 1000
 class ArithmeticTask:
     """Sums of `min_numbers` to `max_numbers` one-digit numbers."""
 
-    name: str
-    seed: int
-    system_prompt: str
+    spec: TaskSpec
     min_numbers: int
     max_numbers: int
 
@@ -47,13 +45,11 @@ class ArithmeticTask:
         max_numbers = read_int(
             spec, "max_numbers", absent=max(_MAX_NUMBERS, min_numbers), at_least=min_numbers, at_most=99
         )
-        return cls(
-            name=spec.name,
-            seed=spec.seed,
-            system_prompt=spec.system_prompt,
-            min_numbers=min_numbers,
-            max_numbers=max_numbers,
-        )
+        return cls(spec=spec, min_numbers=min_numbers, max_numbers=max_numbers)
+
+    @property
+    def name(self) -> str:
+        return self.spec.known_as
 
     def draw_numbers(self, rng: random.Random) -> list[int]:
         """The numbers of one question, each from 1 to 9."""
@@ -62,9 +58,7 @@ class ArithmeticTask:
     def prompts(self, split: Split, num: int, tokenizer: PromptTokenizer) -> list[Prompt]:
         chosen = select_questions(self._questions(num), task=self.name, split=split, num=num)
         return [
-            encode_prompt(
-                tokenizer, task=self.name, system_prompt=self.system_prompt, question=question, answer=answer
-            )
+            encode_prompt(tokenizer, spec=self.spec, question=question, answer=answer)
             for question, answer in chosen
         ]
 
@@ -72,7 +66,7 @@ class ArithmeticTask:
         return 1.0 if final_number(text) == prompt.answer else -1.0
 
     def _questions(self, num: int) -> Iterator[tuple[str, str]]:
-        rng = random.Random(self.seed)
+        rng = random.Random(self.spec.seed)
         for _ in range(_QUESTIONS_AT_LEAST + _QUESTIONS_PER_PROMPT * num):
             numbers = self.draw_numbers(rng)
             yield question_text(numbers), str(sum(numbers))
@@ -87,6 +81,21 @@ def final_number(text: str) -> str | None:
     """The number after '#' of a well-formed response, else None."""
     match = _RESPONSE.fullmatch(text)
     return None if match is None else match.group(1)
+
+
+def first_slip(question: str, text: str) -> int | None:
+    """Where a response first leaves the right answer: index of a character of `text`; None: nowhere.
+
+    A response that shows running sums is compared with the right ones, a guess with the right guess.
+    """
+    numbers = [int(number) for number in re.findall(r"[0-9]+", question)]
+    if not numbers:
+        return None
+    sums = [str(sum(numbers[: count + 1])) for count in range(len(numbers))]
+    shown = "" if text.startswith("#") else ",".join(sums)
+    right = f"{shown}#{sums[-1]}"
+    differing = (index for index, (one, other) in enumerate(zip(text, right, strict=False)) if one != other)
+    return next(differing, None if text == right else min(len(text), len(right)) - (len(text) < len(right)))
 
 
 def teacher_response(

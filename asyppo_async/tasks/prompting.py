@@ -1,19 +1,35 @@
-"""From questions to prompts: the split, the chat template, the ids."""
+"""From questions to prompts: the split, the templates, the ids."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 
+from jinja2 import TemplateError
+
+from asyppo_async.config.task import QUESTION
 from asyppo_async.errors import TaskError
-from asyppo_async.tasks.protocol import PromptTokenizer, Split
+from asyppo_async.tasks.protocol import Message, PromptTokenizer, Split, TaskSpec
 from asyppo_async.types import Prompt
 
 _HELDOUT_ONE_IN = 5
+"""Of the questions of a generator."""
+
+Question = str | list[Message]
+"""A text, or the turns of a chat of which the last is to be answered."""
 
 
 def split_of(question: str) -> Split:
-    """The split of a question, from its text alone: no seed and no count can move it to the other."""
-    digest = hashlib.sha256(question.encode()).digest()
-    return "heldout" if int.from_bytes(digest[:8], "big") % _HELDOUT_ONE_IN == 0 else "train"
+    """The split of a generated question, from its text alone: no seed and no count can move it to the other."""
+    return "heldout" if _hash_of(question) % _HELDOUT_ONE_IN == 0 else "train"
+
+
+def split_by_share(question: str, heldout_share: float) -> Split:
+    """The split of a row, from its question alone; a larger share holds out what a smaller one does, and more."""
+    return "heldout" if _hash_of(question) < heldout_share * 2**64 else "train"
+
+
+def _hash_of(question: str) -> int:
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big")
 
 
 def select_questions(
@@ -40,28 +56,69 @@ def select_questions(
     return list(chosen.items())
 
 
-def encode_prompt(
-    tokenizer: PromptTokenizer, *, task: str, system_prompt: str, question: str, answer: str
-) -> Prompt:
-    """The prompt as the model reads it, through the chat template where the tokenizer has one.
+def key_of(question: Question) -> str:
+    """What makes two questions the same."""
+    return question if isinstance(question, str) else json.dumps(question, sort_keys=True)
 
-    The id is made of the task's name and the question, so it is the same in every run, and so is the split.
+
+def encode_prompt(
+    tokenizer: PromptTokenizer, *, spec: TaskSpec, question: Question, answer: str, source: str = ""
+) -> Prompt:
+    """The prompt as the model reads it, through the templates.
+
+    The id is made of the task's label and the question, so it is the same in every run, and so is the split.
 
     Raises:
-        TaskError: the tokenizer has no token for a part of the text.
+        TaskError: a chat without a template, a template that refuses it, or no token for a part of the text.
     """
-    if tokenizer.chat_template:
-        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        messages.append({"role": "user", "content": question})
-        # As text first: `encode` of that text is what every other tool makes of it, template quirks included.
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    else:
-        text = system_prompt + question
-    token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    place = f"task {spec.known_as}" + (f", {source}" if source else "")
+    turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+    turns[-1] = {**turns[-1], "content": spec.prompt_template.replace(QUESTION, turns[-1]["content"])}
+    text, is_chat = _text_of(tokenizer, turns, spec, place)
+    begin = () if is_chat else _begin_of_text(tokenizer)
+    token_ids = (*begin, *tokenizer.encode(text, add_special_tokens=False))
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in token_ids:
         raise TaskError(
-            f"the tokenizer cannot write this prompt of task {task}: {text!r}; "
+            f"{place}: the tokenizer cannot write this prompt: {text!r:.300}; "
             "choose a task that fits the model's vocabulary, or another model"
         )
-    digest = hashlib.sha256(question.encode()).hexdigest()[:16]
-    return Prompt(id=f"{task}/{digest}", task=task, text=text, token_ids=token_ids, answer=answer)
+    digest = hashlib.sha256(key_of(question).encode()).hexdigest()[:16]
+    return Prompt(
+        id=f"{spec.known_as}/{digest}",
+        task=spec.known_as,
+        text=text,
+        token_ids=token_ids,
+        answer=answer,
+        source=source,
+    )
+
+
+def _begin_of_text(tokenizer: PromptTokenizer) -> tuple[int, ...]:
+    """What the model's own tokenizer puts before a bare text; a chat template writes it itself."""
+    if tokenizer.bos_token_id is None:
+        return ()
+    added = tokenizer.encode("", add_special_tokens=True)
+    return (tokenizer.bos_token_id,) if added[:1] == [tokenizer.bos_token_id] else ()
+
+
+def _text_of(
+    tokenizer: PromptTokenizer, turns: list[Message], spec: TaskSpec, place: str
+) -> tuple[str, bool]:
+    """The text, and whether a template made it."""
+    own_template = None if spec.chat_template in ("auto", "none") else spec.chat_template
+    if spec.chat_template == "none" or not (own_template or tokenizer.chat_template):
+        if len(turns) > 1:
+            raise TaskError(
+                f"{place}: a prompt of several chat messages needs a chat template, and the tokenizer has none "
+                "or task.chat_template is none; name a Jinja file with task.chat_template"
+            )
+        return spec.system_prompt + turns[0]["content"], False
+    if spec.system_prompt and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": spec.system_prompt}, *turns]
+    chosen = {} if own_template is None else {"chat_template": own_template}
+    try:
+        # As text first: `encode` of that text is what every other tool makes of it, template quirks included.
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **chosen)
+    except TemplateError as error:
+        raise TaskError(f"{place}: the chat template refuses the prompt: {error}") from error
+    return str(rendered), True

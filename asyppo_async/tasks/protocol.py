@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from asyppo_async.config.task import QUESTION
 from asyppo_async.types import Prompt
 
 Split = Literal["train", "heldout"]
@@ -19,13 +20,27 @@ class TaskSpec:
     """What the user says about a task; enough to build it again in another process."""
 
     name: str
-    """`arithmetic`, `reasoning_gym:NAME` or `custom:MODULE:CLASS`."""
+    """`arithmetic`, `reasoning_gym:NAME`, `data` or `custom:MODULE:CLASS`."""
     seed: int
     """Chooses the prompts; which of them are held out does not depend on it."""
     system_prompt: str
     """First message of a chat; empty for none. Without a chat template it is put before the prompt."""
     params: Mapping[str, JsonValue]
-    """Settings of the task itself; an unknown one is an error."""
+    """Settings of the task itself; an unknown one is an error. Of `data`: its section."""
+    label: str = ""
+    """What tells it from the other tasks of a mix, in prompt ids and metrics; empty: its name."""
+    prompt_template: str = QUESTION
+    """Text around a question."""
+    chat_template: str = "auto"
+    """`auto`, `none`, or the text of a Jinja template."""
+
+    @property
+    def known_as(self) -> str:
+        return self.label or self.name
+
+
+Message = dict[str, str]
+"""One turn of a chat: `role` and `content`."""
 
 
 class PromptTokenizer(Protocol):
@@ -39,10 +54,19 @@ class PromptTokenizer(Protocol):
     def unk_token_id(self) -> int | None:
         """The id of what the vocabulary cannot write, or None."""
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, or None."""
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[Message],
+        chat_template: str | None = None,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
     ) -> object:
         """With `tokenize=False`, the text that the model reads."""
 

@@ -12,6 +12,7 @@ from asyppo_async.tasks.exact_json import dump_exact, load_exact
 from asyppo_async.tasks.params import nearest, refuse_unknown
 from asyppo_async.tasks.prompting import encode_prompt, select_questions
 from asyppo_async.tasks.protocol import JsonValue, PromptTokenizer, Split, TaskSpec
+from asyppo_async.tasks.stated import last_box, thought_is_open, without_thoughts
 from asyppo_async.types import Prompt
 
 PREFIX = "reasoning_gym:"
@@ -42,9 +43,12 @@ class _Factory(Protocol):
 class ReasoningGymTask:
     """One generator of the library."""
 
-    name: str
-    system_prompt: str
+    spec: TaskSpec
     data_set: _DataSet
+
+    @property
+    def name(self) -> str:
+        return self.spec.known_as
 
     @classmethod
     def from_spec(cls, spec: TaskSpec) -> "ReasoningGymTask":
@@ -65,21 +69,24 @@ class ReasoningGymTask:
             data_set = library.create_dataset(generator, **params)
         except (AssertionError, ValueError, TypeError) as error:
             raise TaskError(f"reasoning_gym refuses the params of {generator}: {params}: {error}") from error
-        return cls(name=spec.name, system_prompt=spec.system_prompt, data_set=data_set)
+        return cls(spec=spec, data_set=data_set)
 
     def prompts(self, split: Split, num: int, tokenizer: PromptTokenizer) -> list[Prompt]:
         chosen = select_questions(self._questions(), task=self.name, split=split, num=num)
         return [
-            encode_prompt(
-                tokenizer, task=self.name, system_prompt=self.system_prompt, question=question, answer=answer
-            )
+            encode_prompt(tokenizer, spec=self.spec, question=question, answer=answer)
             for question, answer in chosen
         ]
 
     def score(self, prompt: Prompt, text: str) -> float:
-        """The library's score in [0, 1] of the last `<answer>`, or of the whole text where there is none."""
+        """The library's score in [0, 1] of what the response states outside of thoughts."""
         entry = cast(Mapping[str, object], load_exact(prompt.answer))
-        return 2.0 * float(self.data_set.score_answer(stated_answer(text), entry)) - 1.0
+        said = without_thoughts(text, opened=thought_is_open(prompt.text))
+        return (
+            -1.0
+            if said is None
+            else 2.0 * float(self.data_set.score_answer(stated_answer(said), entry)) - 1.0
+        )
 
     def _questions(self) -> Iterator[tuple[str, str]]:
         for index in range(len(self.data_set)):
@@ -88,6 +95,8 @@ class ReasoningGymTask:
 
 
 def stated_answer(text: str) -> str:
-    """What a response gives as its answer."""
+    """The last `<answer>` of a response, else its last box, else the whole of it."""
     tagged = _TAGGED_ANSWER.findall(text)
+    if not tagged and "\\boxed" in text:
+        return last_box(text) or ""
     return (tagged[-1] if tagged else text).strip()

@@ -4,20 +4,29 @@ import importlib
 from collections.abc import Callable
 from typing import cast
 
+from asyppo_async.config.task import DATA
 from asyppo_async.errors import TaskError
 from asyppo_async.tasks import reasoning
 from asyppo_async.tasks.arithmetic import ArithmeticTask
+from asyppo_async.tasks.data import AnswersTask, DataTask
 from asyppo_async.tasks.params import nearest
 from asyppo_async.tasks.protocol import Task, TaskSpec
 from asyppo_async.tasks.reasoning import ReasoningGymTask
 
+ANSWERS = "answers"
+"""Scores the right answers of `data`; no task that a user names."""
+
 _CUSTOM = "custom:"
 
 
-def create_task(spec: TaskSpec) -> Task:
+def create_task(spec: TaskSpec, *, scoring: bool = False) -> Task:
     """The task of a spec; equal specs give equal tasks in every process.
 
     `custom:MODULE:CLASS` calls `CLASS(spec)` of an importable module of the user.
+
+    Args:
+        spec: What the user says about the task.
+        scoring: This process scores responses: a user's reward function is loaded, and the verifier's libraries.
 
     Raises:
         TaskError: the name or a param is unknown; the message names what is near.
@@ -26,11 +35,15 @@ def create_task(spec: TaskSpec) -> Task:
         return ArithmeticTask.from_spec(spec)
     if spec.name.startswith(reasoning.PREFIX):
         return ReasoningGymTask.from_spec(spec)
+    if spec.name == DATA:
+        return DataTask.from_spec(spec, scoring=scoring)
+    if spec.name == ANSWERS:
+        return AnswersTask(spec=spec)
     if spec.name.startswith(_CUSTOM):
         return _custom_task(spec)
     raise TaskError(
         f"there is no task {spec.name!r}; "
-        + nearest(spec.name, ("arithmetic", "reasoning_gym:NAME", "custom:MODULE:CLASS"))
+        + nearest(spec.name, ("arithmetic", DATA, "reasoning_gym:NAME", "custom:MODULE:CLASS"))
     )
 
 
