@@ -1,4 +1,4 @@
-"""Weight updates: the transitions of `UpdateState` carried out on the engine, the queue and the running calls."""
+"""Weight updates: the sessions of a server, and the calls of each in their order."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,13 @@ from typing import TypeVar
 
 from asyppo_async.errors import WeightSyncError
 from asyppo_async.fleet.call_error import CallError
-from asyppo_async.fleet.engine.protocol import Engine, KvOnUpdate, StagedWeights, WeightsLabel
+from asyppo_async.fleet.engine.protocol import DirectPlace, KvOnUpdate, WeightsLabel
+from asyppo_async.fleet.host_memory import HostMemory
+from asyppo_async.fleet.loading import CommitTimes, DirectUpdate, Quiet, StagedUpdate, Update
 from asyppo_async.fleet.prober import ProbeOutcome, Prober, ProbeWork
 from asyppo_async.fleet.rollouts import RolloutFloor
-from asyppo_async.fleet.staging import Meeting, StagingArea
-from asyppo_async.fleet.update_state import Served, Session, UpdateState
+from asyppo_async.fleet.staging import Meeting, open_arrival
+from asyppo_async.fleet.update_state import Phase, RunIdentity, Session, UpdateState
 from asyppo_async.weights.manifest import Manifest
 from asyppo_async.weights.transfer import ReceiveReport
 
@@ -23,17 +25,22 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MAX_LISTED = 20
+_WAIT_FOR_LOAD_SHARE = 0.5
+"""Of the time in which a session has to be opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitTimes:
-    pause_s: float
-    load_s: float
-    resume_s: float
+class LoadedChecksums:
+    """Of the publication that loaded what the engine holds."""
+
+    identity: RunIdentity
+    version: int
+    names: tuple[str, ...]
+    checksums: tuple[int, ...]
 
 
 class Receiver:
-    """`tasks` runs commits to their end even if their caller goes away."""
+    """`tasks` runs loads to their end even if their caller goes away."""
 
     def __init__(
         self,
@@ -44,31 +51,34 @@ class Receiver:
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._floor = floor
-        self._engine: Engine = floor.engine
         self._state: UpdateState = floor.state
+        self._quiet = Quiet(floor)
         self._manifest = manifest
         self._prober = Prober(floor.engine, num_probe_slots)
         self._tasks = tasks
-        self._area: StagingArea | None = None
+        self._update: Update | None = None
+        self._memory: HostMemory | None = None
+        self._names: tuple[str, ...] = ()
+        """Of the session's manifest."""
+        self.loaded: LoadedChecksums | None = None
         self._num_calls = 0
         self._changed = asyncio.Event()
 
-    async def open_session(self, session: Session, meeting: Meeting) -> None:
-        """Check the manifest both ways, end any older session, meet the others."""
-        differences = self._manifest.difference(meeting.manifest)
-        if differences:
-            shown = "; ".join(differences[:_MAX_LISTED])
-            more = f"; and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
-            raise CallError(
-                "FAILED_PRECONDITION",
-                f"the sender's tensors are not this server's ({len(differences)} differences): {shown}{more}",
-            )
+    async def open_session(self, session: Session, meeting: Meeting) -> int:
+        """Check the manifest both ways, end any older session, meet the others.
+
+        Returns:
+            The version of this run that a delta may be against; -1: none.
+        """
+        self._check_manifest(meeting.manifest)
+        await self._wait_until_loaded(meeting.deadline_s)
+        phase = self._state.phase
         if self._state.open(session, time.monotonic()):
-            self._lose_weights("a new session began before the verdict on the last version")
-        self._drop_area()
+            self._quiet.lose_weights("a new session began before the verdict on the last version")
+        await self._end_update(phase)
         with self._heard_during(session.epoch):
             try:
-                area = await StagingArea.join(meeting)
+                update = await self._meet(session.identity, meeting)
             except (ValueError, WeightSyncError, asyncio.CancelledError) as error:
                 if self._state.session is session:
                     self._state.fail_stage()
@@ -76,34 +86,40 @@ class Receiver:
                     raise CallError("INVALID_ARGUMENT", str(error)) from error
                 raise
         if self._state.session is not session:  # a newer one began while this one waited for its ranks
-            area.close()
+            await update.close()
             raise CallError("ABORTED", f"epoch {session.epoch} was replaced by a newer session")
-        self._area = area
+        self._update = update
+        self._names = tuple(spec.name for spec in meeting.manifest.tensors)
+        return self._memory.held_version(session.identity) if self._memory is not None else -1
 
-    async def stage(self, epoch: int, version: int, deadline_s: float) -> ReceiveReport:
-        """Receive one version beside the generation; whatever fails here leaves the old one serving."""
+    async def stage(
+        self, epoch: int, version: int, base_version: int, deadline_s: float, kv_on_update: KvOnUpdate
+    ) -> ReceiveReport:
+        """Receive one version: beside the generation, or into the engine, as the session's way is."""
         with self._heard_during(epoch):
-            self._state.stage_begins(epoch, version)
-            area = self._opened_area()
+            update = self._opened_update()
+            staging = update.stage(epoch, version, base_version, deadline_s, kv_on_update)
+            if not update.touches_engine:
+                return await staging
             try:
-                report = await area.receive(deadline_s)
-            except (WeightSyncError, asyncio.CancelledError):
-                if self._area is area:  # else a newer session has taken over
-                    self._state.fail_stage()
-                    self._drop_area()
-                raise
-            if self._area is not area:
-                raise CallError("ABORTED", f"epoch {epoch} was replaced while version {version} arrived")
-            self._state.stage_ends(version)
-            return report
+                return await self._to_the_end(staging)
+            finally:
+                if self._state.phase is Phase.CLOSED and self._update is update:
+                    # So that the other ranks notice at once; beside the answer, which has the cause.
+                    self._tasks.create_task(self._end_update(Phase.CLOSED))
 
     async def commit(
         self, epoch: int, version: int, checksums: tuple[int, ...], kv_on_update: KvOnUpdate
     ) -> CommitTimes:
-        """Load what is staged and go on, on probation."""
+        """Load what is staged, or finish what was loaded, and go on, on probation."""
         with self._heard_during(epoch):
-            candidate = self._state.commit_begins(epoch, version)
-            return await self._to_the_end(self._commit(candidate, checksums, kv_on_update))
+            session = self._state.check_epoch(epoch)
+            committing = self._opened_update().commit(epoch, version, checksums, kv_on_update)
+            times = await self._to_the_end(committing)
+            self.loaded = LoadedChecksums(
+                identity=session.identity, version=version, names=self._names, checksums=checksums
+            )
+            return times
 
     async def probe(self, epoch: int, version: int, work: ProbeWork) -> ProbeOutcome:
         """Score and sample with the weights on probation; see `Prober`."""
@@ -117,7 +133,7 @@ class Receiver:
             self._state.judge(epoch, version, passed)
             served = self._state.served
             if served is None:
-                self._lose_weights(f"version {version} failed its probe")
+                self._quiet.lose_weights(f"version {version} failed its probe")
             else:
                 self._floor.gate.release(served.load)
                 self._floor.queue.resume()
@@ -127,14 +143,15 @@ class Receiver:
         with self._heard_during(epoch):
             served = self._state.rename(epoch, version)
             label = WeightsLabel(version=served.version, load=served.load)
-            await self._to_the_end(self._engine.set_label(label))
+            await self._to_the_end(self._quiet.engine.set_label(label))
 
-    def close_session(self, epoch: int) -> None:
+    async def close_session(self, epoch: int) -> None:
         """Leave the process group."""
         with self._heard_during(epoch):
+            phase = self._state.phase
             if self._state.close(epoch):
-                self._lose_weights("the session was closed before the verdict")
-            self._drop_area()
+                self._quiet.lose_weights("the session was closed before the verdict")
+            await self._end_update(phase)
 
     async def watch_lease(self) -> None:
         """Reset an update whose sender is silent.
@@ -144,7 +161,7 @@ class Receiver:
         while True:
             end_s = self._state.lease_end_s() if self._num_calls == 0 else None
             if end_s is not None and end_s <= time.monotonic():
-                self._expire()
+                await self._expire()
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if end_s is None else end_s - time.monotonic()):
@@ -154,90 +171,96 @@ class Receiver:
         """Waits for: anything that may have changed the state of the weights. Unblocked by: every call."""
         await self._changed.wait()
 
-    def close(self) -> None:
-        self._drop_area()
+    async def close(self) -> None:
+        await self._end_update(Phase.CLOSED)
 
-    async def _commit(
-        self, candidate: Served, checksums: tuple[int, ...], kv_on_update: KvOnUpdate
-    ) -> CommitTimes:
-        with self._counted():  # apart from the call, which may have gone away
-            try:
-                staged = self._opened_area().staged(checksums)
-                await self._engine.verify_staged(staged)
-            except WeightSyncError as error:
-                self._state.refuse_commit()
-                raise CallError("DATA_LOSS", f"{error}; the version before goes on serving") from error
-            try:
-                times = await self._load(candidate, staged, kv_on_update)
-            except WeightSyncError as error:
-                self._state.break_commit()
-                self._lose_weights(f"loading version {candidate.version} failed: {error}")
-                await self._engine.resume()
-                raise CallError(
-                    "INTERNAL", f"{error}; weights unknown until a complete version is published"
-                ) from error
-            self._state.commit_ends()
-            return times
-
-    async def _load(self, candidate: Served, staged: StagedWeights, kv_on_update: KvOnUpdate) -> CommitTimes:
-        started_s = time.monotonic()
-        self._floor.queue.hold()
-        await self._engine.pause(kv_on_update)
-        await self._floor.recall_unstarted()
-        self._end_foreign_calls(candidate)
-        paused_s = time.monotonic()
-        label = WeightsLabel(version=candidate.version, load=candidate.load)
-        await self._engine.load_staged(staged, label)
-        loaded_s = time.monotonic()
-        await self._engine.resume()
-        return CommitTimes(
-            pause_s=paused_s - started_s, load_s=loaded_s - paused_s, resume_s=time.monotonic() - loaded_s
-        )
-
-    def _end_foreign_calls(self, candidate: Served) -> None:
-        """A version counts within its run, so a response cannot go on under the weights of another one."""
-        served = self._state.served
-        if served is not None and served.identity != candidate.identity:
-            self._floor.end_all(
-                CallError("UNAVAILABLE", "another run has published its weights to this server")
+    def _check_manifest(self, senders: Manifest) -> None:
+        differences = self._manifest.difference(senders)
+        if differences:
+            shown = "; ".join(differences[:_MAX_LISTED])
+            more = f"; and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+            raise CallError(
+                "FAILED_PRECONDITION",
+                f"the sender's tensors are not this server's ({len(differences)} differences): {shown}{more}",
             )
 
-    def _lose_weights(self, reason: str) -> None:
-        logger.error("weights unknown: %s", reason)
-        self._floor.queue.hold()
-        self._floor.end_all(CallError("UNAVAILABLE", f"weights unknown: {reason}"))
+    async def _wait_until_loaded(self, deadline_s: float) -> None:
+        """Waits for: a load that nothing can end, of a trainer that may be gone. Unblocked by: its end, and the time.
 
-    def _expire(self) -> None:
+        Only a part of the deadline, for the others of the new session wait in its process group meanwhile, and what
+        they say when their time is over must not come before this server's words.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s * _WAIT_FOR_LOAD_SHARE):
+                while self._state.is_loading:
+                    await self.wait_changed()
+
+    async def _meet(self, identity: RunIdentity, meeting: Meeting) -> Update:
+        if meeting.way != "direct":
+            arrival = await open_arrival(identity, meeting)
+            return StagedUpdate(self._quiet, arrival, self._memory_for(meeting.manifest))
+        self._drop_memory()
+        place = DirectPlace(
+            backend=meeting.backend,
+            store_host=meeting.store_host,
+            store_port=meeting.store_port,
+            first_rank=meeting.rank,
+            world_size=meeting.world_size,
+            epoch=meeting.epoch,
+            manifest=meeting.manifest,
+            bucket_bytes=meeting.bucket_bytes,
+            deadline_s=meeting.deadline_s,
+        )
+        await self._quiet.engine.join_direct(place)
+        return DirectUpdate(self._quiet, meeting.manifest.num_bytes)
+
+    def _memory_for(self, manifest: Manifest) -> HostMemory:
+        """What there is, unless it is laid out otherwise, or a receive of a session that has ended still writes it."""
+        if self._memory is None or self._memory.copy.manifest != manifest or self._memory.is_written:
+            self._drop_memory()
+            self._memory = HostMemory(manifest)
+        return self._memory
+
+    def _drop_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    async def _expire(self) -> None:
         phase, session = self._state.phase, self._state.session
         logger.warning("the sender is silent: update reset in phase %s, session %s", phase.name, session)
         if self._state.expire():
-            self._lose_weights("the lease ended before the verdict")
-        self._drop_area()
-        self._notify()
+            self._quiet.lose_weights("the lease ended before the verdict")
+        await self._end_update(phase)
+        self.notify()
 
-    def _drop_area(self) -> None:
-        area, self._area = self._area, None
-        if area is not None:
-            area.close()
+    async def _end_update(self, phase: Phase) -> None:
+        """`phase`: in which it was given up."""
+        update, self._update = self._update, None
+        if update is not None:
+            if phase is Phase.RECEIVED:
+                await update.reset()
+            await update.close()
 
-    def _opened_area(self) -> StagingArea:
-        if self._area is None:
+    def _opened_update(self) -> Update:
+        if self._update is None:
             raise CallError("FAILED_PRECONDITION", "the session has not met its process group yet")
-        return self._area
+        return self._update
 
     async def _to_the_end(self, work: Coroutine[None, None, Result]) -> Result:
         """Run `work` whole, even if the caller is cancelled: half a load would be a mixture."""
         outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
         async def run() -> None:
-            try:
-                result = await work
-            except (CallError, WeightSyncError) as error:
-                if not outcome.cancelled():
-                    outcome.set_exception(error)
-            else:
-                if not outcome.cancelled():
-                    outcome.set_result(result)
+            with self._counted():  # apart from the call, which may have gone away
+                try:
+                    result = await work
+                except (CallError, WeightSyncError) as error:
+                    if not outcome.cancelled():
+                        outcome.set_exception(error)
+                else:
+                    if not outcome.cancelled():
+                        outcome.set_result(result)
 
         self._tasks.create_task(run())
         return await outcome
@@ -260,8 +283,9 @@ class Receiver:
 
     def _hear(self) -> None:
         self._state.heard(time.monotonic())
-        self._notify()
+        self.notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Let those look again who wait for a change of what this server is."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from asyppo_async.fleet.call_error import CallError
+from asyppo_async.fleet.draw import Draw, Outgoing, SampleDelta, SampleFailed
 from asyppo_async.fleet.engine.protocol import (
-    Delta,
     Engine,
     EngineDead,
     EngineFault,
@@ -17,22 +16,7 @@ from asyppo_async.fleet.engine.protocol import (
 )
 from asyppo_async.fleet.queue import AdmissionQueue, Ticket
 from asyppo_async.fleet.update_state import UpdateState
-from asyppo_async.types import Int32Array, SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleDelta:
-    sample_index: int
-    delta: Delta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """What one call asks for."""
-
-    prompt_token_ids: Int32Array
-    num_samples: int
-    sampling: SamplingParams
+from asyppo_async.rpc.codec import FailureKind, SampleFailure
 
 
 class ReleaseGate:
@@ -68,10 +52,16 @@ class RolloutCall:
     def __init__(self, floor: "RolloutFloor", draw: Draw) -> None:
         self._floor = floor
         self._draw = draw
-        self._outbox: asyncio.Queue[SampleDelta | CallError] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Outgoing | CallError] = asyncio.Queue()
         self._attempts: dict[int, _Attempt] = {}
+        self._samples: dict[int, asyncio.Task[None]] = {}
+        """Those that have not ended."""
 
-    async def run(self, send: Callable[[list[SampleDelta]], Awaitable[None]]) -> None:
+    @property
+    def request_id(self) -> str:
+        return self._draw.request_id
+
+    async def run(self, send: Callable[[list[Outgoing]], Awaitable[None]]) -> None:
         """Sample, and send what is released, several samples' tokens in one message where they are there at once.
 
         Consumes: the engine's deltas. Produces: messages. Waits for: slots, tokens, verdicts, the client's reading.
@@ -79,21 +69,31 @@ class RolloutCall:
         Raises:
             CallError: the queue is full, the engine refuses the request, or `end` was called.
         """
-        tickets = self._floor.queue.join(self._draw.num_samples)
+        fitting = [index for index in range(self._draw.num_samples) if self._draw.room_of(index) > 0]
+        tickets = self._floor.queue.join(len(fitting))
         failure: CallError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                samples = [
-                    tasks.create_task(self._sample(index, ticket)) for index, ticket in enumerate(tickets)
-                ]
+                for index, ticket in zip(fitting, tickets, strict=True):
+                    self._samples[index] = tasks.create_task(self._sample(index, ticket))
+                for index in set(range(self._draw.num_samples)).difference(fitting):
+                    self._fail(index, "too_long", self._too_long(index))
                 failure = await self._forward(send)
-                for sample in samples:
+                for sample in self._samples.values():
                     sample.cancel()
         finally:
             for ticket in tickets:
                 self._floor.queue.leave(ticket)
         if failure is not None:
             raise failure
+
+    def cancel(self, indices: Collection[int]) -> int:
+        """End samples that have not ended, all where none is named; returns how many that were."""
+        ending = [index for index in self._samples if not indices or index in indices]
+        for index in ending:
+            self._samples.pop(index).cancel()
+            self._fail(index, "cancelled", "cancelled by the client")
+        return len(ending)
 
     def end(self, error: CallError) -> None:
         """Send what is there and end the call with this error."""
@@ -106,20 +106,34 @@ class RolloutCall:
             attempt.recalled = True
         return [attempt.engine_id for attempt in unstarted]
 
-    async def _forward(self, send: Callable[[list[SampleDelta]], Awaitable[None]]) -> CallError | None:
+    async def _forward(self, send: Callable[[list[Outgoing]], Awaitable[None]]) -> CallError | None:
         num_unfinished = self._draw.num_samples
         while num_unfinished > 0:
             items = [await self._outbox.get()]
             while not self._outbox.empty():
                 items.append(self._outbox.get_nowait())
-            ready = [item for item in items if isinstance(item, SampleDelta)]
+            ready = [item for item in items if not isinstance(item, CallError)]
             if ready:
                 await send(ready)
-            num_unfinished -= sum(item.delta.end is not None for item in ready)
+            num_unfinished -= sum(
+                isinstance(item, SampleFailed) or item.delta.end is not None for item in ready
+            )
             for item in items:
                 if isinstance(item, CallError):
                     return item
         return None
+
+    def _fail(self, index: int, kind: FailureKind, message: str) -> None:
+        failure = SampleFailure(kind=kind, message=message)
+        self._outbox.put_nowait(SampleFailed(sample_index=index, failure=failure))
+
+    def _too_long(self, index: int) -> str:
+        num_begun = len(self._draw.begun.get(index, ()))
+        begun = f" with {num_begun} tokens of its response" if num_begun else ""
+        return (
+            f"a prompt of {len(self._draw.prompt_token_ids)} tokens{begun} leaves no room for a response: both hold "
+            f"at most {self._draw.max_model_len} tokens"
+        )
 
     async def _sample(self, index: int, ticket: Ticket) -> None:
         try:
@@ -128,11 +142,12 @@ class RolloutCall:
         except EngineRefused as error:
             self.end(CallError("INVALID_ARGUMENT", str(error)))
         except EngineFault as error:
-            self.end(CallError("INTERNAL", str(error)))
+            self._fail(index, "engine_fault", str(error))
         except EngineDead as error:
             self.end(CallError("UNAVAILABLE", str(error)))
         finally:
             self._attempts.pop(index, None)
+            self._samples.pop(index, None)
             self._floor.queue.leave(ticket)
 
     async def _attempt(self, index: int, ticket: Ticket) -> bool:
@@ -142,15 +157,18 @@ class RolloutCall:
         self._attempts[index] = attempt
         request = SampleRequest(
             id=attempt.engine_id,
-            prompt_token_ids=self._draw.prompt_token_ids,
-            sampling=self._draw.sampling,
+            prompt_token_ids=self._draw.prompt_of(index),
+            sampling=self._draw.sampling_of(index),
             cache_salt=self._floor.state.salt,
+            return_kept_tokens=self._draw.return_kept_tokens,
+            return_routed_experts=self._draw.return_routed_experts,
         )
         async with contextlib.aclosing(self._floor.engine.generate(request)) as deltas:
             async for delta in deltas:
                 if attempt.recalled:
                     return False
                 attempt.started = True
+                self._floor.heard()
                 if delta.end == "aborted":
                     raise EngineFault(f"request {attempt.engine_id} was aborted by the engine itself")
                 if delta.runs:
@@ -163,12 +181,22 @@ class RolloutFloor:
     """All calls that are running, over one engine."""
 
     def __init__(
-        self, *, engine: Engine, queue: AdmissionQueue, state: UpdateState, gate: ReleaseGate
+        self,
+        *,
+        engine: Engine,
+        queue: AdmissionQueue,
+        state: UpdateState,
+        gate: ReleaseGate,
+        max_calls: int,
+        heard: Callable[[], None] = lambda: None,
     ) -> None:
+        """`heard`: called whenever the engine delivers a token."""
         self.engine = engine
         self.queue = queue
         self.state = state
         self.gate = gate
+        self.heard = heard
+        self._max_calls = max_calls
         self._calls: set[RolloutCall] = set()
         self._engine_ids = itertools.count()
         self._empty = asyncio.Event()
@@ -179,6 +207,12 @@ class RolloutFloor:
 
     @contextlib.contextmanager
     def call(self, draw: Draw) -> Iterator[RolloutCall]:
+        """A place among the calls; raise RESOURCE_EXHAUSTED where there is none."""
+        if len(self._calls) >= self._max_calls:
+            raise CallError(
+                "RESOURCE_EXHAUSTED",
+                f"{self._max_calls} calls are running; try again later, or ask another server",
+            )
         call = RolloutCall(self, draw)
         self._calls.add(call)
         self._empty.clear()
@@ -188,6 +222,13 @@ class RolloutFloor:
             self._calls.remove(call)
             if not self._calls:
                 self._empty.set()
+
+    def cancel(self, request_id: str, indices: Collection[int]) -> int:
+        """End samples of the calls of this id; raise NOT_FOUND where there is none."""
+        calls = [call for call in self._calls if request_id and call.request_id == request_id]
+        if not calls:
+            raise CallError("NOT_FOUND", f"no call {request_id!r} runs here")
+        return sum(call.cancel(indices) for call in calls)
 
     def end_all(self, error: CallError) -> None:
         for call in self._calls:

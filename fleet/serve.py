@@ -5,9 +5,7 @@ import contextlib
 import json
 import logging
 import os
-import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -17,12 +15,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import AsyppoError, ConfigError, FleetError
 from asyppo_async.fleet.call_error import CallError
+from asyppo_async.fleet.decoding import DecodeCheck
 from asyppo_async.fleet.engine.protocol import Engine
+from asyppo_async.fleet.handlers import AdminServicer, RolloutServicer, WeightSessionServicer
 from asyppo_async.fleet.identity import identify
+from asyppo_async.fleet.joining import advertised, keep_joining
+from asyppo_async.fleet.metrics import metrics_endpoint
+from asyppo_async.fleet.port import address_text, check_free
 from asyppo_async.fleet.queue import AdmissionQueue
 from asyppo_async.fleet.receiver import Receiver
 from asyppo_async.fleet.rollouts import ReleaseGate, RolloutFloor
-from asyppo_async.fleet.service import FleetService, RolloutServicer, WeightSessionServicer
+from asyppo_async.fleet.security import Token, TokenCheck, server_credentials, tokens_of
+from asyppo_async.fleet.service import FleetService
+from asyppo_async.fleet.stop import StopSignal
 from asyppo_async.fleet.update_state import UpdateState
 from asyppo_async.rpc.channel import server_options
 from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
@@ -33,35 +38,6 @@ logger = logging.getLogger(__name__)
 OpenEngine = Callable[[ServeConfig], AbstractAsyncContextManager[Engine]]
 
 _STOP_GRACE_S = 1.0
-_FORCED_EXIT_CODE = 1
-
-
-class StopSignal:
-    """The first SIGTERM or SIGINT; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.received = asyncio.Event()
-
-
-@contextlib.contextmanager
-def listening_for_signals() -> Iterator[StopSignal]:
-    loop = asyncio.get_running_loop()
-    stop = StopSignal()
-
-    def on_signal(number: signal.Signals) -> None:
-        if stop.received.is_set():
-            logger.warning("second signal (%s): ending now", number.name)
-            os._exit(_FORCED_EXIT_CODE)
-        logger.info("%s: draining; a second signal ends the server at once", number.name)
-        stop.received.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 async def serve(config: ServeConfig, open_engine: OpenEngine, stop: StopSignal) -> None:
@@ -71,17 +47,24 @@ async def serve(config: ServeConfig, open_engine: OpenEngine, stop: StopSignal) 
         ConfigError: a setting is wrong, or the port is taken.
         FleetError: the engine did not start, or died.
     """
+    tokens = tokens_of(config, os.environ)
+    config.check_exposure(bool(tokens))
     identity = identify(config)
-    service = FleetService(identity, config)
+    service = FleetService(identity, config, stop)
     async with contextlib.AsyncExitStack() as stack:
         health_servicer = health.aio.HealthServicer()
-        server, port = await stack.enter_async_context(_listening(config, service, health_servicer))
+        server, port = await stack.enter_async_context(_listening(config, tokens, service, health_servicer))
+        if config.join:
+            advertised(config, port)  # before anything heavy starts
         logger.info("listening on %s:%d, starting the engine for %s", config.host, port, config.model)
+        metrics_port = await stack.enter_async_context(
+            metrics_endpoint(config, service.metrics, service.info)
+        )
         engine = await _opened_unless_stopped(stack, open_engine(config), stop)
         if engine is None:
             return
         try:
-            await _run(config, service, engine, identity.manifest, health_servicer, port, stop)
+            await _run(config, service, engine, identity.manifest, health_servicer, port, metrics_port, stop)
         finally:
             # Before the engine goes: no handler may find it gone.
             await server.stop(_STOP_GRACE_S)
@@ -128,6 +111,7 @@ async def _run(
     manifest: Manifest,
     health_servicer: health.aio.HealthServicer,
     port: int,
+    metrics_port: int | None,
     stop: StopSignal,
 ) -> None:
     floor = RolloutFloor(
@@ -137,6 +121,8 @@ async def _run(
         ),
         state=UpdateState(),
         gate=ReleaseGate(),
+        max_calls=config.max_calls,
+        heard=service.watch.heard,
     )
     failure: str | None = None
     async with asyncio.TaskGroup() as tasks:
@@ -145,22 +131,26 @@ async def _run(
         background = [
             tasks.create_task(receiver.watch_lease()),
             tasks.create_task(_report_health(service, receiver, health_servicer)),
+            tasks.create_task(service.watch.run(engine)),
         ]
+        if config.join:
+            background.append(tasks.create_task(keep_joining(config, advertised(config, port), floor.state)))
         dead = tasks.create_task(engine.wait_failed())
         stopped = tasks.create_task(stop.received.wait())
         if config.ready_file is not None:
-            await asyncio.to_thread(_write_ready, config.ready_file, config.host, port)
+            listening = {"host": config.host, "port": port, "metrics_port": metrics_port}
+            await asyncio.to_thread(_write_ready, config.ready_file, listening)
         logger.info("ready: serving %s on %s:%d", config.model, config.host, port)
         await asyncio.wait({dead, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not dead.done():
             service.lifecycle = "draining"
             await health_servicer.enter_graceful_shutdown()
-            await _drain(floor, dead, config.drain_grace_s)
+            await _drain(floor, dead, service.drain_grace_s)
         if dead.done():
             failure = dead.result()
             service.lifecycle = "failed"
             floor.end_all(CallError("UNAVAILABLE", failure))
-        receiver.close()
+        await receiver.close()
         for task in (*background, dead, stopped):
             task.cancel()
     if failure is not None:
@@ -191,17 +181,31 @@ async def _report_health(
 
 @contextlib.asynccontextmanager
 async def _listening(
-    config: ServeConfig, service: FleetService, health_servicer: health.aio.HealthServicer
+    config: ServeConfig,
+    tokens: Sequence[Token],
+    service: FleetService,
+    health_servicer: health.aio.HealthServicer,
 ) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
     """Bind before anything heavy starts, so that a taken port is known at once."""
-    _check_free(config.host, config.port)
-    server = grpc.aio.server(options=server_options())
+    credentials = server_credentials(config)
+    check_free(config.host, config.port)
+    # Outermost first.
+    checks = [*([TokenCheck(tokens)] if tokens else []), DecodeCheck()]
+    server = grpc.aio.server(
+        interceptors=checks, options=server_options(max_receive_bytes=config.max_message_mib * 2**20)
+    )
     fleet_pb2_grpc.add_RolloutServicer_to_server(RolloutServicer(service), server)  # type: ignore[no-untyped-call]
+    fleet_pb2_grpc.add_AdminServicer_to_server(AdminServicer(service), server)  # type: ignore[no-untyped-call]
     fleet_pb2_grpc.add_WeightSessionServicer_to_server(WeightSessionServicer(service), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     await health_servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
-        port = server.add_insecure_port(_address(config.host, config.port))
+        address = address_text(config.host, config.port)
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
     await server.start()
@@ -211,26 +215,9 @@ async def _listening(
         await server.stop(None)
 
 
-def _check_free(host: str, port: int) -> None:
-    """gRPC reports a taken port in several lines of its own; this asks first."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as candidate:
-            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            candidate.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses the port, or use --port 0"
-        ) from error
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _write_ready(path: Path, host: str, port: int) -> None:
+def _write_ready(path: Path, listening: Mapping[str, object]) -> None:
     """Whole or not at all: whoever waits for the file reads it as soon as it is there."""
-    line = json.dumps({"host": host, "port": port, "pid": os.getpid()}) + "\n"
+    line = json.dumps({**listening, "pid": os.getpid()}) + "\n"
     if path.exists() and not path.is_file():  # a pipe (/dev/fd/N) of whoever started this server
         path.write_text(line, encoding="utf-8")
         return

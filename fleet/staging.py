@@ -1,29 +1,28 @@
-"""This server's end of a weight session: the process group, and the memory that the bytes arrive in.
-
-The memory is an anonymous file (`memfd`): the engine's processes map it through /proc, so there is one copy for any
-number of workers and no limit of /dev/shm. All waiting is done in threads, beside the event loop.
-"""
+"""How bytes arrive in host memory: over the process group of a session, or from a folder. All waiting is in threads."""
 
 import asyncio
-import mmap
-import os
 import threading
+import time
 from dataclasses import dataclass
-
-import torch
+from typing import Protocol
 
 from asyppo_async.errors import WeightSyncError
-from asyppo_async.fleet.engine.protocol import StagedWeights
-from asyppo_async.weights.buckets import Bucket, plan_buckets
+from asyppo_async.fleet.host_memory import HostMemory
+from asyppo_async.fleet.update_state import RunIdentity
+from asyppo_async.rpc.calls import Way
+from asyppo_async.weights.buckets import plan_buckets
+from asyppo_async.weights.delta_wire import receive_delta
 from asyppo_async.weights.group import TransferBackend, WeightGroup
 from asyppo_async.weights.manifest import Manifest
+from asyppo_async.weights.shards import read_version, run_folder
 from asyppo_async.weights.transfer import ReceiveReport, receive_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where and as whom this server joins the process group."""
+    """Where the bytes come from: where and as whom this server joins the process group, or the folder."""
 
+    way: Way
     backend: TransferBackend
     store_host: str
     store_port: int
@@ -33,31 +32,43 @@ class Meeting:
     manifest: Manifest
     bucket_bytes: int
     deadline_s: float
+    folder: str
 
 
-class StagingArea:
-    """One session's group and memory. Made by `join`, ended by `close`."""
+class Arrival(Protocol):
+    async def receive(
+        self, memory: HostMemory, version: int, base_version: int, deadline_s: float
+    ) -> ReceiveReport:
+        """Bring one version into the memory.
 
-    def __init__(self, group: WeightGroup, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
+        Raises:
+            WeightSyncError: the sender, or what it wrote, is gone or late; the session is of no more use.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what is under way, as far as that is possible. Closing twice does nothing."""
+        ...
+
+
+class GroupArrival:
+    """Over a process group, of which this server is one rank. Made by `join`."""
+
+    def __init__(self, group: WeightGroup, identity: RunIdentity, meeting: Meeting) -> None:
         self._group = group
-        self._manifest = manifest
-        self._buckets = buckets
-        self._file_descriptor = os.memfd_create("asyppo-staged-weights")
-        os.ftruncate(self._file_descriptor, max(1, manifest.num_bytes))
-        self._mapped = mmap.mmap(self._file_descriptor, max(1, manifest.num_bytes))
-        self._buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)[: manifest.num_bytes]
-        self._checksums: tuple[int, ...] | None = None
-        self._closed = threading.Lock()
+        self._identity = identity
+        self._bucket_bytes = meeting.bucket_bytes
+        self._buckets = plan_buckets(meeting.manifest, meeting.bucket_bytes)
 
     @classmethod
-    async def join(cls, meeting: Meeting) -> "StagingArea":
+    async def join(cls, identity: RunIdentity, meeting: Meeting) -> "GroupArrival":
         """Meet the other ranks.
 
         Raises:
             WeightSyncError: they did not meet within the deadline.
             ValueError: the buckets are too small to hold anything.
         """
-        buckets = plan_buckets(meeting.manifest, meeting.bucket_bytes)
+        plan_buckets(meeting.manifest, meeting.bucket_bytes)  # before anybody waits
         abandoned = threading.Event()
 
         def meet() -> WeightGroup:
@@ -78,47 +89,72 @@ class StagingArea:
         except asyncio.CancelledError:
             abandoned.set()  # the thread cannot be interrupted; it leaves the group as soon as it has met it
             raise
-        return cls(group, meeting.manifest, buckets)
+        return cls(group, identity, meeting)
 
-    async def receive(self, deadline_s: float) -> ReceiveReport:
-        """Receive every bucket, in a thread.
-
-        Raises:
-            WeightSyncError: the sender is gone or late; the group is unusable from then on.
-        """
-        self._checksums = None
-        report = await asyncio.to_thread(
-            receive_into, self._group, self._manifest, self._buckets, self._buffer, deadline_s
-        )
-        self._checksums = report.checksums
-        return report
-
-    def staged(self, checksums: tuple[int, ...]) -> StagedWeights:
-        """What was received, if it is what was sent.
-
-        Raises:
-            WeightSyncError: nothing complete is here, or a checksum differs; the message names the tensors.
-        """
-        if self._checksums is None:
-            raise WeightSyncError("no complete version is staged")
-        if len(checksums) != len(self._checksums):
-            raise WeightSyncError(f"{len(checksums)} checksums for {len(self._checksums)} tensors")
-        pairs = zip(self._manifest.tensors, self._checksums, checksums, strict=True)
-        wrong = [spec.name for spec, received, sent in pairs if received != sent]
-        if wrong:
-            raise WeightSyncError(
-                f"the bytes of {len(wrong)} tensors differ from those sent: {', '.join(wrong[:5])}"
-            )
-        return StagedWeights(
-            process_id=os.getpid(),
-            file_descriptor=self._file_descriptor,
-            num_bytes=max(1, self._manifest.num_bytes),
-            manifest=self._manifest,
-            checksums=checksums,
-        )
+    async def receive(
+        self, memory: HostMemory, version: int, base_version: int, deadline_s: float
+    ) -> ReceiveReport:
+        return await asyncio.to_thread(self._receive, memory, version, base_version, deadline_s)
 
     def close(self) -> None:
-        """Leave the group, which ends a receive that is under way; the memory goes when nobody refers to it."""
-        if self._closed.acquire(blocking=False):
-            self._group.close()
-            os.close(self._file_descriptor)
+        self._group.close()
+
+    def _receive(
+        self, memory: HostMemory, version: int, base_version: int, deadline_s: float
+    ) -> ReceiveReport:
+        started_s = time.monotonic()
+        with memory.written_by(self._identity) as copy:
+            if base_version >= 0:
+                if copy.version != base_version:
+                    raise WeightSyncError(
+                        f"a delta against version {base_version} is coming, and version {copy.version} is here"
+                    )
+                delta = receive_delta(self._group, self._bucket_bytes, deadline_s)
+                if delta is not None:
+                    wire_s = time.monotonic() - started_s
+                    memory.changed(copy.patch(version, delta))
+                    return ReceiveReport(checksums=copy.checksums, num_bytes=len(delta), wire_s=wire_s)
+            copy.invalidate()
+            memory.unloaded()
+            left_s = deadline_s - (time.monotonic() - started_s)
+            report = receive_into(self._group, copy.manifest, self._buckets, copy.buffer, left_s)
+            copy.complete(version, report.checksums)
+            return report
+
+
+class FolderArrival:
+    """From files that the trainer has written."""
+
+    def __init__(self, identity: RunIdentity, folder: str) -> None:
+        self._identity = identity
+        self._folder = run_folder(folder, identity.run_id, identity.incarnation)
+
+    async def receive(
+        self, memory: HostMemory, version: int, base_version: int, deadline_s: float
+    ) -> ReceiveReport:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.to_thread(self._read, memory, version)
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"version {version} was not read from {self._folder} within {deadline_s:g} s"
+            ) from error
+
+    def close(self) -> None:
+        pass
+
+    def _read(self, memory: HostMemory, version: int) -> ReceiveReport:
+        started_s = time.monotonic()
+        with memory.written_by(self._identity) as copy:
+            index, changed = read_version(self._folder, version, copy)
+            memory.changed(changed)
+            return ReceiveReport(
+                checksums=copy.checksums, num_bytes=index.num_bytes, wire_s=time.monotonic() - started_s
+            )
+
+
+async def open_arrival(identity: RunIdentity, meeting: Meeting) -> Arrival:
+    """As the session's way says; errors as `GroupArrival.join`."""
+    if meeting.way == "folder":
+        return FolderArrival(identity, meeting.folder)
+    return await GroupArrival.join(identity, meeting)

@@ -1,9 +1,10 @@
 """The state of a server's weights and of the session that updates them: transitions only, no I/O, no clock.
 
-    CLOSED -> OPEN -> STAGING -> STAGED -> COMMITTING -> PROBATION -> OPEN ...
+    staged, folder:  CLOSED -> OPEN -> STAGING   -> STAGED   -> COMMITTING -> PROBATION -> OPEN ...
+    direct:          CLOSED -> OPEN -> RECEIVING -> RECEIVED -> COMMITTING -> PROBATION -> OPEN ...
 
-A failure up to the moment at which the engine begins to load leaves the served weights as they were. From then on
-nothing is served until a verdict has passed.
+A failure up to the moment at which the engine begins to load leaves the served weights as they were: that is within
+COMMITTING, in the direct way within RECEIVING. From then on nothing is served until a verdict has passed.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ class Phase(Enum):
     OPEN = auto()
     STAGING = auto()
     STAGED = auto()
+    RECEIVING = auto()
+    RECEIVED = auto()
     COMMITTING = auto()
     PROBATION = auto()
 
@@ -43,6 +46,8 @@ class Session:
     identity: RunIdentity
     epoch: int
     lease_s: float
+    world_size: int
+    """Ranks that meet, the sender included."""
 
 
 class UpdateState:
@@ -59,7 +64,12 @@ class UpdateState:
 
     @property
     def is_updating(self) -> bool:
-        return self.phase in (Phase.COMMITTING, Phase.PROBATION)
+        return self.phase in (Phase.RECEIVING, Phase.RECEIVED, Phase.COMMITTING, Phase.PROBATION)
+
+    @property
+    def is_loading(self) -> bool:
+        """A call is under way that nothing but its own end can end."""
+        return self.phase in (Phase.RECEIVING, Phase.COMMITTING)
 
     @property
     def salt(self) -> str:
@@ -69,6 +79,11 @@ class UpdateState:
         """
         loaded = self.candidate if self.phase is Phase.PROBATION else self.served
         return f"load-{loaded.load}" if loaded is not None else "none"
+
+    @property
+    def open_session(self) -> Session | None:
+        """The session that the next update may come over."""
+        return self.session if self.phase is not Phase.CLOSED else None
 
     def check_generate(self, identity: RunIdentity) -> None:
         """Raise where a request of this run cannot be served by what is here or on its way."""
@@ -90,8 +105,10 @@ class UpdateState:
         old = self.session
         if old is not None:
             self._check_successor(old, session, now_s)
-        if self.phase is Phase.COMMITTING:
-            raise CallError("ABORTED", "a commit is under way; open the session again when it has ended")
+        if self.is_loading:
+            raise CallError(
+                "RESOURCE_EXHAUSTED", "a load is under way; open the session again when it has ended"
+            )
         lost = self._end_update()
         self.session = session
         self.phase = Phase.OPEN
@@ -109,12 +126,7 @@ class UpdateState:
         return self.session
 
     def stage_begins(self, epoch: int, version: int) -> None:
-        session = self._expect(epoch, Phase.OPEN, Phase.STAGED)
-        served = self.served
-        if served is not None and served.identity == session.identity and version < served.version:
-            raise CallError(
-                "FAILED_PRECONDITION", f"version {version} is older than the served version {served.version}"
-            )
+        self._check_not_older(self._expect(epoch, Phase.OPEN, Phase.STAGED), version)
         self.phase = Phase.STAGING
         self._staged_version = None
 
@@ -127,16 +139,31 @@ class UpdateState:
         self._end_update()
         self._close()
 
+    def receive_begins(self, epoch: int, version: int) -> Served:
+        session = self._expect(epoch, Phase.OPEN)
+        self._check_not_older(session, version)
+        self.phase = Phase.RECEIVING
+        return self._new_candidate(session, version)
+
+    def receive_ends(self) -> None:
+        self.phase = Phase.RECEIVED
+
     def commit_begins(self, epoch: int, version: int) -> Served:
-        session = self._expect(epoch, Phase.STAGED)
+        session = self._expect(epoch, Phase.STAGED, Phase.RECEIVED)
+        candidate = self.candidate
+        if candidate is not None:
+            if version != candidate.version:
+                raise CallError(
+                    "FAILED_PRECONDITION", f"version {candidate.version} is loaded, not version {version}"
+                )
+            self.phase = Phase.COMMITTING
+            return candidate
         if version != self._staged_version:
             raise CallError(
                 "FAILED_PRECONDITION", f"version {self._staged_version} is staged, not version {version}"
             )
-        self._num_loads += 1
-        self.candidate = Served(identity=session.identity, version=version, load=self._num_loads)
         self.phase = Phase.COMMITTING
-        return self.candidate
+        return self._new_candidate(session, version)
 
     def refuse_commit(self) -> None:
         """Nothing was touched: the old version goes on serving."""
@@ -144,7 +171,7 @@ class UpdateState:
         self._staged_version = None
         self.phase = Phase.OPEN
 
-    def break_commit(self) -> None:
+    def break_update(self) -> None:
         """The engine failed in the middle of a load: a mixture."""
         self.served = None
         self.refuse_commit()
@@ -182,8 +209,8 @@ class UpdateState:
     def close(self, epoch: int) -> bool:
         """True if that costs the weights."""
         self.check_epoch(epoch)
-        if self.phase is Phase.COMMITTING:
-            raise CallError("ABORTED", "a commit is under way; close the session when it has ended")
+        if self.is_loading:
+            raise CallError("ABORTED", "a load is under way; close the session when it has ended")
         lost = self._end_update()
         self._close()
         return lost
@@ -193,7 +220,11 @@ class UpdateState:
 
     def lease_end_s(self) -> float | None:
         """When the update is reset unless the sender is heard of; None: no update waits for its sender."""
-        if self.session is None or self.phase not in (Phase.STAGED, Phase.PROBATION):
+        if self.session is None or self.phase not in (
+            Phase.STAGED,
+            Phase.RECEIVED,
+            Phase.PROBATION,
+        ):
             return None
         return self._heard_s + self.session.lease_s
 
@@ -213,12 +244,26 @@ class UpdateState:
                 )
             return
         lease_end_s = self.lease_end_s()
-        if self.phase is Phase.STAGING or (lease_end_s is not None and now_s < lease_end_s):
+        if self.phase in (Phase.STAGING, Phase.RECEIVING) or (
+            lease_end_s is not None and now_s < lease_end_s
+        ):
             raise CallError(
                 "FAILED_PRECONDITION",
                 f"{_named(old.identity)} is updating this server; wait for it to end, or for its lease of "
                 f"{old.lease_s:g} s",
             )
+
+    def _check_not_older(self, session: Session, version: int) -> None:
+        served = self.served
+        if served is not None and served.identity == session.identity and version < served.version:
+            raise CallError(
+                "FAILED_PRECONDITION", f"version {version} is older than the served version {served.version}"
+            )
+
+    def _new_candidate(self, session: Session, version: int) -> Served:
+        self._num_loads += 1
+        self.candidate = Served(identity=session.identity, version=version, load=self._num_loads)
+        return self.candidate
 
     def _expect(self, epoch: int, *phases: Phase) -> Session:
         session = self.check_epoch(epoch)
@@ -230,7 +275,7 @@ class UpdateState:
         return session
 
     def _end_update(self) -> bool:
-        lost = self.phase is Phase.PROBATION
+        lost = self.phase in (Phase.RECEIVED, Phase.PROBATION)
         if lost:
             self.served = None
         self.candidate = None

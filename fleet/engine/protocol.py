@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from asyppo_async.types import Float32Array, Int32Array, SamplingParams
+from asyppo_async.types import Float32Array, Int16Array, Int32Array, KeptTokens, SamplingParams
+from asyppo_async.weights.group import TransferBackend
 from asyppo_async.weights.manifest import Manifest
 
 KvOnUpdate = Literal["keep", "recompute"]
@@ -53,6 +54,10 @@ class Delta:
     """Their `num_tokens` add up to the number of tokens."""
     end: EndOfSample | None
     """Set in the last delta of a sample."""
+    kept: KeptTokens | None = None
+    """Where they were asked for: what each token was sampled from."""
+    routed_experts: Int16Array | None = None
+    """Where they were asked for, in the last delta: [prompt + response - 1, layers, experts per token]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,8 @@ class SampleRequest:
     sampling: SamplingParams
     cache_salt: str
     """KV is shared between requests of the same salt only."""
+    return_kept_tokens: bool = False
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,25 @@ class StagedWeights:
     num_bytes: int
     manifest: Manifest
     checksums: tuple[int, ...]
-    """CRC-32 of each tensor, in manifest order."""
+    """XXH3-64 of each tensor, in manifest order."""
+    load_names: tuple[str, ...]
+    """Tensors of the modules in which something has changed since the last complete load; the others are as they were.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectPlace:
+    """Where the engine's workers join a process group themselves, as the ranks from `first_rank` on."""
+
+    backend: TransferBackend
+    store_host: str
+    store_port: int
+    first_rank: int
+    world_size: int
+    epoch: int
+    manifest: Manifest
+    bucket_bytes: int
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +109,23 @@ class EngineInfo:
     max_model_len: int
     num_workers: int
     """Processes that receive weights."""
+    max_kept_tokens: int
+    """Largest top_k of which it can say what was kept."""
+    returns_routed_experts: bool
 
 
 class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache in use, 0 to 1; negative: not known."""
+        ...
+
+    async def ask(self) -> None:
+        """Return when the engine's own loop has answered, also while it is paused. The caller sets the deadline."""
+        ...
 
     def generate(self, request: SampleRequest) -> AsyncGenerator[Delta, None]:
         """Sample one response; closing the iterator early aborts the request.
@@ -121,11 +158,39 @@ class Engine(Protocol):
         ...
 
     async def load_staged(self, staged: StagedWeights, label: WeightsLabel) -> None:
-        """Load verified bytes; what is sampled from then on carries `label`. Needs a pause.
+        """Load the verified tensors that it names; what is sampled from then on carries `label`. Needs a pause.
 
         Raises:
             WeightSyncError: the weights are a mixture until a later load succeeds.
         """
+        ...
+
+    async def join_direct(self, place: DirectPlace) -> None:
+        """Let every worker meet the process group; touches no served weight.
+
+        Raises:
+            WeightSyncError: not all ranks met within the deadline.
+        """
+        ...
+
+    async def receive_direct(self, deadline_s: float) -> None:
+        """Begin an update and load every bucket as it arrives, in every worker. Needs a pause.
+
+        Raises:
+            WeightSyncError: the weights are a mixture until a later load succeeds; the update has been left.
+        """
+        ...
+
+    async def finish_direct(self, checksums: Sequence[int], label: WeightsLabel) -> None:
+        """Compare what was loaded with the sender's checksums, in every worker, and end the update; errors as above."""
+        ...
+
+    async def abort_direct(self, reason: str) -> None:
+        """Leave an update that was received and will not be finished: the weights are a mixture."""
+        ...
+
+    async def leave_direct(self) -> None:
+        """Leave the process group; never fails."""
         ...
 
     async def resume(self) -> None: ...

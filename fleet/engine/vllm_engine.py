@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from asyppo_async.config.serve import ServeConfig
-from asyppo_async.errors import FleetError, WeightSyncError
+from asyppo_async.errors import FleetError
 from asyppo_async.fleet.engine.protocol import (
     Delta,
+    DirectPlace,
     EndOfSample,
     EngineDead,
     EngineFault,
@@ -24,14 +25,17 @@ from asyppo_async.fleet.engine.protocol import (
     StagedWeights,
     WeightsLabel,
 )
+from asyppo_async.fleet.engine.vllm_meter import KvMeter
 from asyppo_async.fleet.engine.vllm_options import (
     engine_args,
     prepare_environment,
     request_params,
     score_params,
 )
+from asyppo_async.fleet.engine.vllm_outputs import split_logprobs
 from asyppo_async.fleet.engine.vllm_thread import EngineThread
 from asyppo_async.fleet.engine.vllm_versions import VersionReader, label_text
+from asyppo_async.fleet.engine.vllm_weights import VllmWeights, worker_errors
 from asyppo_async.types import Float32Array, Int32Array, SamplingParams
 
 FIRST_LABEL = WeightsLabel(version=0, load=0)
@@ -53,7 +57,8 @@ async def open_vllm_engine(config: ServeConfig) -> AsyncIterator["VllmEngine"]:
     prepare_environment(config)
     thread = EngineThread()
     try:
-        engine = VllmEngine(await thread.run(lambda: _build(config)), config)
+        kv_meter = KvMeter()
+        engine = VllmEngine(await thread.run(lambda: _build(config, kv_meter)), config, kv_meter)
     except asyncio.CancelledError:
         _kill_children()
         raise
@@ -66,12 +71,12 @@ async def open_vllm_engine(config: ServeConfig) -> AsyncIterator["VllmEngine"]:
         thread.end()
 
 
-def _build(config: ServeConfig) -> Any:
+def _build(config: ServeConfig, kv_meter: KvMeter) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     args = engine_args(config)
     try:
-        return AsyncLLM.from_engine_args(args)
+        return AsyncLLM.from_engine_args(args, stat_loggers=[kv_meter.logger_of])
     except Exception as error:
         raise FleetError(
             f"vLLM did not start with {config.model}: {type(error).__name__}: {error}"
@@ -103,18 +108,29 @@ def _failures() -> _Failures:
 class VllmEngine:
     """The `Engine` of a real server. Made by `open_vllm_engine`."""
 
-    def __init__(self, llm: Any, config: ServeConfig) -> None:
+    def __init__(self, llm: Any, config: ServeConfig, kv_meter: KvMeter) -> None:
         self._llm = llm
+        self._kv_meter = kv_meter
+        self._weights = VllmWeights(llm)
         self._failures = _failures()
         self._info = EngineInfo(
             vocab_size=int(llm.model_config.get_vocab_size()),
             max_model_len=int(llm.model_config.max_model_len),
             num_workers=config.tensor_parallel_size,
+            max_kept_tokens=config.max_kept_tokens,
+            returns_routed_experts=False,  # vLLM's runner V2 alone says which, and needs Triton
         )
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self._kv_meter.usage
+
+    async def ask(self) -> None:
+        await self._llm.is_paused()
 
     async def warm_up(self) -> None:
         """Run every path once: the first request of a CPU engine compiles its kernels, for up to half a minute."""
@@ -140,12 +156,14 @@ class VllmEngine:
                 f"response hold at most {self._info.max_model_len} tokens"
             )
         versions = VersionReader(self._llm.output_processor, request.id)
-        params = request_params(request.sampling, max_tokens)
+        params = request_params(request.sampling, max_tokens, return_kept_tokens=request.return_kept_tokens)
         stream = self._llm.generate(_prompt(request.prompt_token_ids, request.cache_salt), params, request.id)
         with self._translated(request.id):
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    yield _delta(request.id, output.outputs[0], versions)
+                    yield _delta(
+                        request.id, output.outputs[0], versions, with_kept=request.return_kept_tokens
+                    )
 
     async def score(self, token_ids: Int32Array, *, request_id: str, cache_salt: str) -> Float32Array:
         stream = self._llm.generate(_prompt(token_ids, cache_salt), score_params(), request_id)
@@ -164,47 +182,36 @@ class VllmEngine:
         await self._llm.abort(list(request_ids))
 
     async def verify_staged(self, staged: StagedWeights) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        specs = staged.manifest.tensors
-        init_info = {
-            "process_id": staged.process_id,
-            "file_descriptor": staged.file_descriptor,
-            "num_bytes": staged.num_bytes,
-            "names": [spec.name for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "offsets": list(staged.manifest.offsets),
-            "checksums": list(staged.checksums),
-        }
-        with self._worker_errors("verify the staged weights"):
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._weights.verify_staged(staged)
 
     async def pause(self, kv_on_update: KvOnUpdate) -> None:
-        with self._worker_errors("pause"):
+        with worker_errors("pause"):
             await self._llm.pause_generation(mode="keep", clear_cache=kv_on_update == "recompute")
 
     async def load_staged(self, staged: StagedWeights, label: WeightsLabel) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        await self._weights.load_staged(staged, label)
 
-        with self._worker_errors(f"load version {label.version} ({len(staged.manifest.tensors)} tensors)"):
-            await self._llm.start_weight_update()
-            try:
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))
-                await self._llm.finish_weight_update(weight_version=label_text(label))
-            except Exception:
-                # Only a failing `update_weights` makes a worker leave an update that has started.
-                abort = WeightTransferUpdateRequest(update_info={"abort": f"load of version {label.version}"})
-                with contextlib.suppress(Exception):
-                    await self._llm.update_weights(abort)
-                raise
+    async def join_direct(self, place: DirectPlace) -> None:
+        await self._weights.join_direct(place)
+
+    async def receive_direct(self, deadline_s: float) -> None:
+        await self._weights.receive_direct(deadline_s)
+
+    async def finish_direct(self, checksums: Sequence[int], label: WeightsLabel) -> None:
+        await self._weights.finish_direct(checksums, label)
+
+    async def abort_direct(self, reason: str) -> None:
+        await self._weights.leave_update(reason)
+
+    async def leave_direct(self) -> None:
+        await self._weights.leave_direct()
 
     async def resume(self) -> None:
-        with self._worker_errors("resume"):
+        with worker_errors("resume"):
             await self._llm.resume_generation()
 
     async def set_label(self, label: WeightsLabel) -> None:
-        with self._worker_errors(f"name the weights {label_text(label)}"):
+        with worker_errors(f"name the weights {label_text(label)}"):
             await self._llm.update_weight_version(label_text(label))
 
     async def stop_listening(self) -> None:
@@ -216,6 +223,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         llm, self._llm = self._llm, None
+        del self._weights
         llm.shutdown(timeout=_SHUTDOWN_S)
         del llm
         gc.collect()  # vLLM's object is part of a cycle, and its finalizer fails in an interpreter that ends
@@ -239,14 +247,6 @@ class VllmEngine:
         except (self._failures.refused, ValueError) as error:
             raise EngineRefused(f"request {request_id}: {error}") from error
 
-    @contextlib.contextmanager
-    def _worker_errors(self, what: str) -> Iterator[None]:
-        """vLLM reports a worker's exception as a plain one with its text."""
-        try:
-            yield
-        except Exception as error:
-            raise WeightSyncError(f"the engine failed to {what}: {error}") from error
-
 
 def _prompt(token_ids: Int32Array, cache_salt: str) -> Any:
     from vllm.inputs.engine import tokens_input
@@ -254,19 +254,18 @@ def _prompt(token_ids: Int32Array, cache_salt: str) -> Any:
     return tokens_input(token_ids.tolist(), cache_salt=cache_salt)
 
 
-def _delta(request_id: str, completion: Any, versions: VersionReader) -> Delta:
-    token_ids = list(completion.token_ids)
-    logprobs = completion.logprobs if token_ids else None
-    if token_ids and (logprobs is None or list(logprobs.token_ids) != token_ids):
-        raise EngineFault(f"request {request_id}: the log-probs are not those of the sampled tokens")
+def _delta(request_id: str, completion: Any, versions: VersionReader, *, with_kept: bool) -> Delta:
+    token_ids = np.array(completion.token_ids, dtype=np.int32)
+    logprobs, kept = split_logprobs(completion.logprobs, token_ids, with_kept=with_kept)
     end: EndOfSample | None = None
     if completion.finish_reason is not None:
         if completion.finish_reason not in _ENDS:
             raise EngineFault(f"request {request_id} ended with {completion.finish_reason!r}")
         end = _ENDS[completion.finish_reason]
     return Delta(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.array(logprobs.logprobs if logprobs is not None else [], dtype=np.float32),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        kept=kept,
         runs=versions.take(len(token_ids), completion.weight_versions),
         end=end,
     )

@@ -46,6 +46,12 @@ def _binding(config: ServeConfig) -> str:
     return "|".join(",".join(str(core) for core in cores[start : start + each]) for start in starts)
 
 
+def check_version(found: str) -> None:
+    """Raise `ConfigError` for a vLLM that this adapter was not tested with: its interface changes at every release."""
+    if not found.startswith(f"{TESTED_VERSION}."):
+        raise ConfigError(f"vLLM {found} is installed and this server is written for {TESTED_VERSION}.*")
+
+
 def engine_args(config: ServeConfig) -> Any:
     """vLLM's arguments for this server.
 
@@ -57,10 +63,13 @@ def engine_args(config: ServeConfig) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    found = str(vllm.__version__)
-    if not found.startswith(f"{TESTED_VERSION}."):
-        raise ConfigError(f"vLLM {found} is installed and this server is written for {TESTED_VERSION}.*")
+    check_version(str(vllm.__version__))
     on_cpu = current_platform.is_cpu()
+    memory: dict[str, Any] = (
+        {"kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB)}
+        if on_cpu
+        else {"gpu_memory_utilization": config.gpu_memory_utilization}
+    )
     return AsyncEngineArgs(
         model=str(config.model),
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -73,21 +82,21 @@ def engine_args(config: ServeConfig) -> Any:
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="mp",
-        kv_cache_memory_bytes=int(config.kv_cache_gib * _GIB) if on_cpu else None,
+        **memory,
         enable_prefix_caching=True,
         enforce_eager=on_cpu,
         generation_config="vllm",  # the model's own generation_config.json has no say
         logprobs_mode="processed_logprobs",
-        max_logprobs=1,
+        max_logprobs=max(1, config.max_kept_tokens),
         stream_interval=config.stream_interval,
-        disable_log_stats=True,
+        disable_log_stats=False,  # how full the KV cache is, and vLLM's own metrics
         use_tqdm_on_load=False,
         enable_log_requests=False,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
     )
 
 
-def request_params(sampling: SamplingParams, max_tokens: int) -> Any:
+def request_params(sampling: SamplingParams, max_tokens: int, *, return_kept_tokens: bool = False) -> Any:
     """One sample's parameters. No seed: the CPU worker crashes when a seeded request is recomputed."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -110,7 +119,8 @@ def request_params(sampling: SamplingParams, max_tokens: int) -> Any:
         ignore_eos=True,  # only the ids that were sent end a response
         min_tokens=sampling.min_tokens,
         max_tokens=max_tokens,
-        logprobs=0,
+        # In processed mode the most likely `top_k` are all that top-k can have kept.
+        logprobs=sampling.top_k if return_kept_tokens else 0,
         prompt_logprobs=None,
         flat_logprobs=True,
         detokenize=False,

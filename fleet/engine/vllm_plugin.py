@@ -8,7 +8,7 @@ from importlib import metadata
 
 from asyppo_async.errors import ConfigError
 
-BACKEND = "asyppo_staged"
+BACKEND = "asyppo"
 PLUGIN_NAME = "asyppo_async"
 
 _PR_SET_PDEATHSIG = 1
@@ -21,7 +21,7 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "asyppo_async.fleet.engine.vllm_transfer", "StagedTransferEngine"
+            BACKEND, "asyppo_async.fleet.engine.vllm_transfer", "AsyppoTransferEngine"
         )
     if multiprocessing.parent_process() is not None:
         _die_with_parent()
