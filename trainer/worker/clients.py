@@ -7,24 +7,28 @@ from pathlib import Path
 from typing import Literal
 
 from asyppo_async.trainer.worker.codec import Message, expect
+from asyppo_async.trainer.worker.group_state import GroupState
 from asyppo_async.trainer.worker.messages import (
     ActorForward,
     ActorForwardResult,
     ActorTrain,
-    CloseSession,
     CriticForward,
     CriticForwardResult,
     CriticTrain,
-    JoinSession,
-    OpenSession,
     Save,
-    SendResult,
-    SendWeights,
-    SessionStore,
     TrainResult,
 )
 from asyppo_async.trainer.worker.ranks import Ranks
-from asyppo_async.trainer.worker.sharding import cut_actor_train, cut_batch, cut_critic_train, merge
+from asyppo_async.trainer.worker.session_messages import (
+    CloseSession,
+    JoinSession,
+    OpenSession,
+    SendResult,
+    SendWeights,
+    SessionStore,
+)
+from asyppo_async.trainer.worker.sharding import Shard, cut_actor_train, cut_batch, cut_critic_train, merge
+from asyppo_async.types import Float32Array
 from asyppo_async.weights.manifest import Manifest
 
 _REPLY_MARGIN_S = 5.0
@@ -38,6 +42,7 @@ class ActorGroup:
         self._ranks = ranks
         self._manifest = manifest
         self._request_timeout_s = request_timeout_s
+        self.state = GroupState("actor", ranks, request_timeout_s)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -51,7 +56,14 @@ class ActorGroup:
     async def forward(self, request: ActorForward) -> ActorForwardResult:
         """Log-probs and entropies in the order of the request's tokens."""
         shards = await asyncio.to_thread(cut_batch, request.sequences, self._ranks.size)
-        requests = [replace(request, sequences=shard.sequences) for shard in shards]
+        requests = [
+            replace(
+                request,
+                sequences=shard.sequences,
+                routed_experts=shard.select_routing(request.sequences, request.routed_experts),
+            )
+            for shard in shards
+        ]
         replies = await self._ranks.ask(requests, self._request_timeout_s)
         results = [expect(reply, ActorForwardResult) for reply in replies]
         if len(results) == 1:
@@ -60,6 +72,7 @@ class ActorGroup:
         return ActorForwardResult(
             logprobs=merge(shards, [result.logprobs for result in results], num_tokens),
             entropies=merge(shards, [result.entropies for result in results], num_tokens),
+            reference_logprobs=_merged_reference(shards, results, num_tokens),
             compute_s=max(result.compute_s for result in results),
         )
 
@@ -92,14 +105,18 @@ class ActorGroup:
         """Open a weight session at rank 0; an earlier one is closed.
 
         Args:
-            host: address of rank 0's machine on which the store listens.
+            host: address of the coordinator's machine; the store listens there unless rank 0 is on another one.
             epoch: of the session.
             world_size: rank 0 and the servers' workers.
             backend: what carries the bytes.
             deadline_s: of the store.
         """
         request = OpenSession(
-            host=host, epoch=epoch, world_size=world_size, backend=backend, deadline_s=deadline_s
+            host=self._ranks.first_elsewhere or host,
+            epoch=epoch,
+            world_size=world_size,
+            backend=backend,
+            deadline_s=deadline_s,
         )
         replies = await self._ranks.ask([request], deadline_s + _REPLY_MARGIN_S)
         return expect(replies[0], SessionStore)
@@ -112,14 +129,25 @@ class ActorGroup:
         """
         await self._ranks.ask([JoinSession(epoch=epoch, deadline_s=deadline_s)], deadline_s + _REPLY_MARGIN_S)
 
-    async def send_weights(self, version: int, deadline_s: float) -> SendResult:
-        """Broadcast the current weights over the session.
+    async def send_weights(
+        self,
+        version: int,
+        deadline_s: float,
+        *,
+        base_version: int = -1,
+        keep: bool = False,
+        folder: str = "",
+    ) -> SendResult:
+        """Broadcast the current weights over the session, or write them to a folder; see `SendWeights`.
 
         Raises:
             WeightSyncError: there is no session, a receiver is gone, or the deadline has passed. The session is of
                 no more use; the actor is.
         """
-        requests = [SendWeights(version=version, deadline_s=deadline_s)] * self._ranks.size
+        request = SendWeights(
+            version=version, deadline_s=deadline_s, base_version=base_version, keep=keep, folder=folder
+        )
+        requests = [request] * self._ranks.size
         replies = await self._ranks.ask(requests, deadline_s + _REPLY_MARGIN_S)
         return expect(replies[0], SendResult)
 
@@ -131,9 +159,10 @@ class ActorGroup:
 class CriticGroup:
     """One critic; likewise."""
 
-    def __init__(self, ranks: Ranks, request_timeout_s: float) -> None:
+    def __init__(self, ranks: Ranks, request_timeout_s: float, index: int) -> None:
         self._ranks = ranks
         self._request_timeout_s = request_timeout_s
+        self.state = GroupState(f"critic-{index}", ranks, request_timeout_s)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -163,11 +192,28 @@ class CriticGroup:
         requests = await asyncio.to_thread(cut_critic_train, request, self._ranks.size)
         return await _train(self._ranks, requests, self._request_timeout_s)
 
+    async def save(self, folder: Path) -> None:
+        """Write backbone and value head with their tokenizer; the folder must not exist yet."""
+        requests = [Save(folder=_new_folder(folder))] * self._ranks.size
+        await self._ranks.ask(requests, self._request_timeout_s)
+
+
+def _merged_reference(
+    shards: list[Shard], results: Sequence[ActorForwardResult], num_tokens: int
+) -> Float32Array | None:
+    parts = [result.reference_logprobs for result in results if result.reference_logprobs is not None]
+    return merge(shards, parts, num_tokens) if len(parts) == len(results) else None
+
 
 async def _train(ranks: Ranks, requests: Sequence[Message], deadline_s: float) -> TrainResult:
     """Every rank reports the same steps, since what they measure is summed over the ranks."""
     results = [expect(reply, TrainResult) for reply in await ranks.ask(requests, deadline_s)]
-    return TrainResult(steps=results[0].steps, compute_s=max(result.compute_s for result in results))
+    return TrainResult(
+        steps=results[0].steps,
+        compute_s=max(result.compute_s for result in results),
+        activation_bytes=max(result.activation_bytes for result in results),
+        peak_bytes=max(result.peak_bytes for result in results),
+    )
 
 
 def _new_folder(folder: Path) -> str:

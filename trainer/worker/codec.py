@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyppo_async.errors import WorkerError
-from asyppo_async.trainer.worker import control, messages
+from asyppo_async.trainer.worker import control, messages, session_messages
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 FrameBuffer: TypeAlias = bytes | memoryview
@@ -33,7 +33,7 @@ FrameBuffer: TypeAlias = bytes | memoryview
 
 
 class Message(Protocol):
-    """Any dataclass of `messages` or `control`."""
+    """Any dataclass of `messages`, `session_messages` or `control`."""
 
     __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[object]"]]
 
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=Message)
 
 _KINDS: Mapping[str, type[Message]] = {
     kind.__name__: cast(type[Message], kind)
-    for module in (messages, control)
+    for module in (messages, control, session_messages)
     for kind in vars(module).values()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }

@@ -1,9 +1,12 @@
-"""How a rank finds its place in a run, and how both ends know that the other one lives. Typed values, no I/O."""
+"""How a rank finds its place in a run and keeps its state, and how both ends know that the other one lives."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from asyppo_async.trainer.worker.messages import SessionStore
+from asyppo_async.config.learner import Packing, TrainingBackend, ZeroStage
+from asyppo_async.config.sections import CriticPartName
+from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.session_messages import SessionStore
 from asyppo_async.weights.manifest import Manifest
 
 WorkerRole = Literal["actor", "critic"]
@@ -19,12 +22,18 @@ class WorkerSettings:
     """Folder of the initial model, as the worker's machine sees it."""
     dtype: ComputeDtype
     """Of the weights; float64 is for exact comparisons."""
-    backend: Literal["plain"]
-    learning_rate: float
+    backend: TrainingBackend
+    zero_stage: ZeroStage
+    """Of DeepSpeed."""
+    zero_whole_below: int
+    """ZeRO 3 leaves tensors of fewer elements whole on every rank."""
+    learning_rate: LearningRate
     weight_decay: float
-    warmup_steps: int
     max_grad_norm: float
     micro_batch_tokens: int
+    packing: Packing
+    recompute: bool
+    """Layers are computed again in the backward instead of kept."""
     num_threads: int
     """0: all that the process may use."""
     non_finite_budget: int
@@ -32,6 +41,14 @@ class WorkerSettings:
     bucket_bytes: int
     """Largest bucket of a publication; read by the actor's rank 0."""
     collective_deadline_s: float
+    reference: str = ""
+    """Folder of the frozen model that a KL penalty is over; empty: none. Read by the actor."""
+    routing_replay: bool = False
+    """The actor will be told which experts to use, so it must have some."""
+    frozen: tuple[CriticPartName, ...] = ()
+    """Parts of a critic's backbone that do not train."""
+    head_std: float = 0.0
+    """Of a critic's fresh value head; 0: 1 / (H + 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +136,25 @@ class Failure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """End now, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """Write what training goes on from: weights, optimizer, schedule, random state. Every rank takes part."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreState:
+    """Go on from what `SaveState` wrote."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeeFolder:
+    """Read the coordinator's `nonce` in the folder, and write it back under this rank's own name."""
+
+    folder: str
+    nonce: str

@@ -1,52 +1,29 @@
 """The coordinator's side of the worker groups: an actor and its critics, as objects with awaitable methods."""
 
+import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from asyppo_async.concurrency import beside, together
 from asyppo_async.config.sections import ActorSection, CriticSection
 from asyppo_async.errors import ConfigError, WorkerError
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.codec import expect
-from asyppo_async.trainer.worker.concurrency import beside, together
-from asyppo_async.trainer.worker.control import Assigned, Assignment, Load, Loaded, WorkerSettings
+from asyppo_async.trainer.worker.control import Assigned, Assignment, Load, Loaded
 from asyppo_async.trainer.worker.hub import Hub, open_hub
 from asyppo_async.trainer.worker.processes import WorkerCommand, WorkerProcess, started_workers
 from asyppo_async.trainer.worker.ranks import Ranks
-from asyppo_async.trainer.worker.rendezvous import WantedGroup, gather_workers, refuse_latecomers
+from asyppo_async.trainer.worker.rendezvous import gather_workers, refuse_latecomers
+from asyppo_async.trainer.worker.specs import GroupSpec, GroupTimes, specs_of
 from asyppo_async.trainer.worker.wire import SHUTDOWN_GRACE_S, read_token
+
+logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = SHUTDOWN_GRACE_S + 2
 _SETTLE_S = 0.2
 _TOKEN_FILE = "worker.token"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """One group: what it is and how many of its ranks are started here; the others join by themselves."""
-
-    settings: WorkerSettings
-    critic: int | None
-    num_ranks: int
-    num_local_ranks: int
-
-    @property
-    def wanted(self) -> WantedGroup:
-        return WantedGroup(role=self.settings.role, critic=self.critic, num_ranks=self.num_ranks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTimes:
-    """How long the coordinator waits, in seconds."""
-
-    join_timeout_s: float
-    """For all ranks to connect, and then for all models to be loaded."""
-    request_timeout_s: float
-    """For one forward, training step or save."""
-    silent_after_s: float
-    """For a sign of life of a rank; heartbeats come every 2 s."""
 
 
 @asynccontextmanager
@@ -59,6 +36,8 @@ async def open_groups(
     folder: Path,
     times: GroupTimes,
     bind: str = "tcp://127.0.0.1:*",
+    on_line: Callable[[str], None] = logger.info,
+    training_steps: int = 0,
 ) -> AsyncIterator[tuple[ActorGroup, tuple[CriticGroup, ...]]]:
     """Start the worker groups of a run on this machine, and end them with the body.
 
@@ -70,57 +49,54 @@ async def open_groups(
         folder: of the run; the token file and one log per process are written there.
         times: how long to wait.
         bind: where workers connect.
+        on_line: told, where ranks of other machines are wanted, what to type there.
+        training_steps: of the run, over which a learning rate comes down that names no steps of its own.
 
     Raises:
         ConfigError: no such model, a critic with another vocabulary, or an address that cannot be bound.
         WorkerError: a worker is missing, or died.
     """
-    specs = specs_of(actor, critic, seed=seed, bucket_bytes=bucket_bytes, times=times)
-    async with open_worker_groups(specs, folder=folder, times=times, bind=bind) as groups:
+    specs = specs_of(
+        actor,
+        critic,
+        seed=seed,
+        bucket_bytes=bucket_bytes,
+        times=times,
+        training_steps=training_steps,
+    )
+    async with open_worker_groups(specs, folder=folder, times=times, bind=bind, on_line=on_line) as groups:
         yield groups
-
-
-def specs_of(
-    actor: ActorSection, critic: CriticSection, *, seed: int, bucket_bytes: int, times: GroupTimes
-) -> tuple[GroupSpec, ...]:
-    """The actor's group first, then one per critic."""
-    specs = []
-    for index in range(-1, critic.count):
-        section = actor if index < 0 else critic
-        if section.model is None:
-            raise ConfigError(f"critic.model is missing, and critic.count is {critic.count}")
-        settings = WorkerSettings(
-            role="actor" if index < 0 else "critic",
-            model=str(section.model.absolute()),
-            dtype=section.dtype,
-            backend=section.backend,
-            learning_rate=section.learning_rate,
-            weight_decay=section.weight_decay,
-            warmup_steps=section.warmup_steps,
-            max_grad_norm=section.max_grad_norm,
-            micro_batch_tokens=section.micro_batch_tokens,
-            num_threads=section.num_threads,
-            non_finite_budget=section.non_finite_budget,
-            seed=seed,
-            bucket_bytes=bucket_bytes,
-            collective_deadline_s=times.request_timeout_s,
-        )
-        specs.append(
-            GroupSpec(
-                settings=settings,
-                critic=None if index < 0 else index,
-                num_ranks=section.num_ranks,
-                num_local_ranks=section.num_ranks,
-            )
-        )
-    return tuple(specs)
 
 
 @asynccontextmanager
 async def open_worker_groups(
-    specs: Sequence[GroupSpec], *, folder: Path, times: GroupTimes, bind: str
+    specs: Sequence[GroupSpec],
+    *,
+    folder: Path,
+    times: GroupTimes,
+    bind: str,
+    on_line: Callable[[str], None] = logger.info,
 ) -> AsyncIterator[tuple[ActorGroup, tuple[CriticGroup, ...]]]:
     """As `open_groups`, group by group: the actor's spec first."""
+    async with _loaded_groups(specs, folder=folder, times=times, bind=bind, on_line=on_line) as loaded:
+        (actor_ranks, actor_loaded), *critics = loaded
+        for spec, (_, critic) in zip(specs[1:], critics, strict=True):
+            _check_vocabulary(specs[0], actor_loaded, spec, critic)
+        assert actor_loaded.manifest is not None
+        actor = ActorGroup(actor_ranks, actor_loaded.manifest, times.request_timeout_s)
+        yield actor, _critic_groups([ranks for ranks, _ in critics], times)
+
+
+@asynccontextmanager
+async def _loaded_groups(
+    specs: Sequence[GroupSpec],
+    *,
+    folder: Path,
+    times: GroupTimes,
+    bind: str,
+    on_line: Callable[[str], None],
+) -> AsyncIterator[list[tuple[Ranks, Loaded]]]:
+    """The ranks of each group with their models loaded, until the body ends."""
     logs = folder / "workers"
     logs.mkdir(parents=True, exist_ok=True)
     token_file = write_token(folder)
@@ -132,12 +108,35 @@ async def open_worker_groups(
         ) as workers,
         beside(*[_report_loss(hub, worker) for worker in workers]),
     ):
+        for line in _invitations(specs, hub.endpoint, token_file):
+            on_line(line)
         try:
             groups = await _set_up(hub, specs, times)
             async with beside(refuse_latecomers(hub)):
                 yield groups
         finally:
             await hub.shut_down()
+
+
+@asynccontextmanager
+async def open_critic_groups(
+    *,
+    actor: ActorSection,
+    critic: CriticSection,
+    seed: int,
+    folder: Path,
+    times: GroupTimes,
+    bind: str = "tcp://127.0.0.1:*",
+    on_line: Callable[[str], None] = logger.info,
+) -> AsyncIterator[tuple[CriticGroup, ...]]:
+    """As `open_groups`, without an actor: for value pretraining over a pool."""
+    specs = specs_of(actor, critic, seed=seed, bucket_bytes=1024, times=times)[1:]
+    async with _loaded_groups(specs, folder=folder, times=times, bind=bind, on_line=on_line) as loaded:
+        yield _critic_groups([ranks for ranks, _ in loaded], times)
+
+
+def _critic_groups(all_ranks: Sequence[Ranks], times: GroupTimes) -> tuple[CriticGroup, ...]:
+    return tuple(CriticGroup(ranks, times.request_timeout_s, index) for index, ranks in enumerate(all_ranks))
 
 
 def write_token(folder: Path) -> Path:
@@ -147,6 +146,20 @@ def write_token(folder: Path) -> Path:
         file.touch(mode=0o600)
         file.write_text(secrets.token_hex(32), encoding="utf-8")
     return file
+
+
+def _invitations(specs: Sequence[GroupSpec], endpoint: str, token_file: Path) -> list[str]:
+    """What to type on other machines, one line per role whose ranks are not all started here."""
+    lines = []
+    for role in ("actor", "critic"):
+        missing = sum(spec.num_ranks - spec.num_local_ranks for spec in specs if spec.settings.role == role)
+        if missing:
+            ranks = "1 rank" if missing == 1 else f"{missing} ranks"
+            lines.append(
+                f"waiting for {ranks} of role {role}: asyppo-train worker --role {role} "
+                f"--connect {endpoint.removeprefix('tcp://')} --token-file {token_file}"
+            )
+    return lines
 
 
 def _commands(spec: GroupSpec) -> list[WorkerCommand]:
@@ -173,20 +186,13 @@ async def _report_loss(hub: Hub, worker: WorkerProcess) -> None:
         await peer.lost(f"{peer.label} {how}", _SETTLE_S)
 
 
-async def _set_up(
-    hub: Hub, specs: Sequence[GroupSpec], times: GroupTimes
-) -> tuple[ActorGroup, tuple[CriticGroup, ...]]:
+async def _set_up(hub: Hub, specs: Sequence[GroupSpec], times: GroupTimes) -> list[tuple[Ranks, Loaded]]:
     gathered = await gather_workers(hub, [spec.wanted for spec in specs], times.join_timeout_s)
     all_ranks = [Ranks(spec.wanted.label, peers) for spec, peers in zip(specs, gathered, strict=True)]
     loaded = await together(
         *[_load(ranks, spec, times.join_timeout_s) for ranks, spec in zip(all_ranks, specs, strict=True)]
     )
-    for spec, critic in zip(specs[1:], loaded[1:], strict=True):
-        _check_vocabulary(specs[0], loaded[0], spec, critic)
-    manifest = loaded[0].manifest
-    assert manifest is not None
-    actor = ActorGroup(all_ranks[0], manifest, times.request_timeout_s)
-    return actor, tuple(CriticGroup(ranks, times.request_timeout_s) for ranks in all_ranks[1:])
+    return list(zip(all_ranks, loaded, strict=True))
 
 
 async def _load(ranks: Ranks, spec: GroupSpec, timeout_s: float) -> Loaded:

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager, suppress
 import zmq
 import zmq.asyncio
 
+from asyppo_async.concurrency import beside
 from asyppo_async.errors import ConfigError, WorkerError
 from asyppo_async.trainer.worker.codec import Envelope, Message, decode, encode
-from asyppo_async.trainer.worker.concurrency import beside
 from asyppo_async.trainer.worker.control import Acknowledged, Failure, Heartbeat, Hello, Refused, Shutdown
 from asyppo_async.trainer.worker.wire import (
     HEARTBEAT_INTERVAL_S,

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from asyppo_async.errors import WorkerError
 from asyppo_async.trainer.worker.codec import Envelope, Message, decode, encode
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 EXIT_ABANDONED = 3
 EXIT_STUCK = 4
+EXIT_REFUSED = 5
+_REFUSALS = 3
+"""Handshakes that fail one after the other before the rank believes it; one may fail because the run just ended."""
+_HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _PAIR = "inproc://main-thread"
 
 
@@ -87,13 +92,19 @@ class _Connection(threading.Thread):
         self._abandoned_after_s = abandoned_after_s
         self._heard_s = 0.0
         self._end_at_s: float | None = None
+        self._num_refusals = 0
 
     def run(self) -> None:
         finished = False
         try:
-            with self._context.socket(zmq.DEALER) as dealer, self._context.socket(zmq.PAIR) as pair:
+            with (
+                self._context.socket(zmq.DEALER) as dealer,
+                self._context.socket(zmq.PAIR) as pair,
+                dealer.get_monitor_socket(_HANDSHAKES) as handshakes,
+            ):
                 self._open(dealer, pair)
-                self._loop(dealer, pair)
+                self._loop(dealer, pair, handshakes)
+                dealer.disable_monitor()
             finished = True
         finally:
             if not finished:  # the main thread may be deep in a collective: nothing else ends it
@@ -109,8 +120,11 @@ class _Connection(threading.Thread):
         self._heard_s = time.monotonic()
         dealer.send_multipart(encode(self._hello))
 
-    def _loop(self, dealer: "zmq.Socket[bytes]", pair: "zmq.Socket[bytes]") -> None:
+    def _loop(
+        self, dealer: "zmq.Socket[bytes]", pair: "zmq.Socket[bytes]", handshakes: "zmq.Socket[bytes]"
+    ) -> None:
         poller = zmq.Poller()
+        poller.register(handshakes, zmq.POLLIN)
         poller.register(dealer, zmq.POLLIN)
         poller.register(pair, zmq.POLLIN)
         next_beat_s = time.monotonic()
@@ -121,6 +135,8 @@ class _Connection(threading.Thread):
                 next_beat_s = now_s + HEARTBEAT_INTERVAL_S
             self._end_if_abandoned(now_s)
             ready = dict(poller.poll(max(0, round((next_beat_s - now_s) * 1000))))
+            if handshakes in ready:
+                self._end_if_refused(parse_monitor_message(handshakes.recv_multipart())["event"])
             if pair in ready:
                 frames = pair.recv_multipart(copy=False)
                 if len(frames[0]) == 0:
@@ -145,6 +161,16 @@ class _Connection(threading.Thread):
         else:
             dealer.send_multipart(encode(Acknowledged(), request_id=envelope.request_id))
         pair.send_multipart(frames, copy=False)
+
+    def _end_if_refused(self, event: int) -> None:
+        self._num_refusals = 0 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else self._num_refusals + 1
+        if self._num_refusals == _REFUSALS:
+            logger.error(
+                "the coordinator at %s turns this worker away: the token is not that of the run (see --token-file), "
+                "or what listens there is no run",
+                self._endpoint,
+            )
+            os._exit(EXIT_REFUSED)
 
     def _end_if_abandoned(self, now_s: float) -> None:
         if self._end_at_s is not None and now_s > self._end_at_s:

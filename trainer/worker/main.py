@@ -5,7 +5,6 @@ import ctypes
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +16,9 @@ from asyppo_async.errors import AsyppoError, ConfigError, WeightSyncError
 from asyppo_async.logs import set_up_logging
 from asyppo_async.trainer.worker.control import Hello
 from asyppo_async.trainer.worker.model import silence_transformers
-from asyppo_async.trainer.worker.processes import environment_of_rank
 from asyppo_async.trainer.worker.serve import serve
 from asyppo_async.trainer.worker.wire import ABANDONED_AFTER_S, read_token
-from asyppo_async.weights.group import address_towards
+from asyppo_async.weights.store import address_towards
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +26,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank as the child of whoever started it, or start ranks and wait for them.
-
-    The exit code is 0 only after an orderly end.
-    """
+    """Run one rank, as the child of whoever started it. The exit code is 0 only after an orderly end."""
     options = _parser().parse_args(arguments)
     set_up_logging()
     try:
         if options.parent_pid:
             end_with_parent(options.parent_pid)
-        else:
-            return _run_ranks(options.ranks, list(arguments if arguments is not None else sys.argv[1:]))
         silence_transformers()
         serve(
             options.connect,
@@ -61,11 +54,10 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="asyppo-train worker", description="Join a run as a worker.")
+    parser = argparse.ArgumentParser(description="One rank of a run; `asyppo-train worker` starts them.")
     parser.add_argument("--role", choices=("actor", "critic"), required=True, help="what to be")
     parser.add_argument("--connect", required=True, help="tcp://HOST:PORT of the coordinator")
     parser.add_argument("--token-file", type=Path, required=True, help="file with the run's token")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks to start here, one process each")
     parser.add_argument("--critic", type=int, help="which critic to be; default: where one is missing")
     parser.add_argument("--host", help="address under which other ranks reach this machine")
     parser.add_argument(
@@ -96,28 +88,6 @@ def _hello(options: argparse.Namespace) -> Hello:
         devices=tuple(cuda or ["cpu"]),
         critic=options.critic,
     )
-
-
-def _run_ranks(num_ranks: int, arguments: list[str]) -> int:
-    """One process per rank; when one fails the others are ended too."""
-    command = [sys.executable, "-m", "asyppo_async.trainer.worker.main", *arguments]
-    command += ["--ranks", "1", "--parent-pid", str(os.getpid())]
-    ranks = [subprocess.Popen(command, env=environment_of_rank()) for _ in range(num_ranks)]
-    try:
-        codes = []
-        for _ in ranks:
-            pid, status = os.waitpid(-1, 0)
-            code = os.waitstatus_to_exitcode(status)
-            next(rank for rank in ranks if rank.pid == pid).returncode = code
-            codes.append(code)
-            if code != 0:
-                break
-        return next((abs(code) for code in codes if code != 0), 0)
-    finally:
-        for rank in ranks:
-            if rank.returncode is None:
-                rank.kill()
-                rank.wait()
 
 
 if __name__ == "__main__":

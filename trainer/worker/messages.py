@@ -4,6 +4,7 @@ Per-token arrays are flat over the responses of a `TokenSequences`, in its order
 batch by the coordinator; the group client cuts it into one shard per rank and puts the results together again.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,35 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyppo_async.algorithms.policy_losses import PPO, PolicyLoss
-from asyppo_async.types import BoolArray, Float32Array, Int32Array, TokenSequences
+from asyppo_async.trainer.worker.array_checks import check_per_token, check_routing, check_sequences
+from asyppo_async.types import BoolArray, Float32Array, Int16Array, Int32Array, TokenSequences
 
 Float64Array = NDArray[np.float64]
-
-
-def _check_sequences(sequences: TokenSequences) -> None:
-    """Refuse what no forward could be right about: lengths that do not add up, a prompt or response of nothing."""
-    prompts, responses = sequences.prompt_lengths, sequences.response_lengths
-    if len(prompts) != len(responses):
-        raise ValueError(f"{len(prompts)} prompt lengths but {len(responses)} response lengths")
-    for what, lengths, tokens in (
-        ("prompt", prompts, sequences.prompt_token_ids),
-        ("response", responses, sequences.response_token_ids),
-    ):
-        if len(lengths) and int(lengths.min()) < 1:
-            raise ValueError(f"every {what} needs at least one token, got a length of {int(lengths.min())}")
-        if int(lengths.sum(dtype=np.int64)) != len(tokens):
-            raise ValueError(
-                f"{what} lengths sum to {int(lengths.sum(dtype=np.int64))}, got {len(tokens)} tokens"
-            )
-
-
-def _check_per_token(sequences: TokenSequences, **arrays: Float32Array | BoolArray | None) -> None:
-    for name, values in arrays.items():
-        if values is not None and values.shape != (sequences.num_response_tokens,):
-            raise ValueError(
-                f"{name} must have one number for each of {sequences.num_response_tokens} response tokens, "
-                f"got shape {list(values.shape)}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +27,14 @@ class ActorForward:
     top_p: float = 1.0
     """Below 1, and with `top_k` above 0: renormalised over the tokens that these keep of the actor's distribution."""
     top_k: int = 0
+    routed_experts: Int16Array | None = None
+    """[sum (P + T - 1), layers, experts per token] to use instead of the actor's own choice (R3)."""
+    with_reference: bool = False
+    """Score with the frozen reference model as well."""
 
     def __post_init__(self) -> None:
-        _check_sequences(self.sequences)
+        check_sequences(self.sequences)
+        check_routing(self.sequences, self.routed_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +44,8 @@ class ActorForwardResult:
     entropies: Float32Array
     """[sum T] of the full distribution at `temperature`."""
     compute_s: float
+    reference_logprobs: Float32Array | None = None
+    """[sum T] as `logprobs`, of the frozen reference model; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,23 +112,33 @@ class ActorTrain:
     loss: PolicyLoss = PPO
     counted: BoolArray | None = None
     """[sum T] tokens that the mean log ratio of a response is over; None: all, or none is asked for."""
+    masked: BoolArray | None = None
+    """[sum T] tokens whose advantage is masked and that would train without the mask; only measured."""
     kl_coefficient: float = 0.0
-    """Of `sum(policy_weights * KL) / D`, from the policy to `proximal_logprobs`."""
-    kl_estimator: Literal["k2", "k3"] = "k3"
+    """Of `sum(policy_weights * KL) / D`, from the policy to `reference_logprobs`, or to `proximal_logprobs` where there
+    are none."""
+    reference_logprobs: Float32Array | None = None
+    """[sum T] of the frozen reference model; what is not finite adds nothing."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     positives: PositiveLikelihood | None = None
     reset_optimizer: bool = False
     """Forget the optimizer's moments before the first step."""
     top_p: float = 1.0
     """As in `ActorForward`; a token that falls outside the kept set loses its weight."""
     top_k: int = 0
+    routed_experts: Int16Array | None = None
+    """As in `ActorForward`."""
 
     def __post_init__(self) -> None:
-        _check_sequences(self.sequences)
-        _check_per_token(
+        check_sequences(self.sequences)
+        check_routing(self.sequences, self.routed_experts)
+        check_per_token(
             self.sequences,
             counted=self.counted,
+            masked=self.masked,
             positives=None if self.positives is None else self.positives.tokens,
             proximal_logprobs=self.proximal_logprobs,
+            reference_logprobs=self.reference_logprobs,
             advantages=self.advantages,
             policy_weights=self.policy_weights,
             entropy_weights=self.entropy_weights,
@@ -158,7 +151,7 @@ class CriticForward:
     sequences: TokenSequences
 
     def __post_init__(self) -> None:
-        _check_sequences(self.sequences)
+        check_sequences(self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +180,23 @@ class CriticTrain:
     half: bool = True
 
     def __post_init__(self) -> None:
-        _check_sequences(self.sequences)
-        _check_per_token(
+        check_sequences(self.sequences)
+        check_per_token(
             self.sequences, targets=self.targets, weights=self.weights, old_values=self.old_values
         )
         self.mini_batches.check_against(self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartNorms:
+    """Norms of a critic's two parts, as far as they train; they learn at different scales (`algorithms.md` 4.5)."""
+
+    head_gradient: float
+    """Over all ranks, before clipping, as is `backbone_gradient`."""
+    backbone_gradient: float
+    head_weights: float
+    """After the step, as is `backbone_weights`."""
+    backbone_weights: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,60 +220,26 @@ class OptimizerStep:
     ratio_max: float
     kl_proximal: float
     """k3 estimate of KL(proximal || policy)."""
+    kl_proximal_k1: float = math.nan
+    """k1 estimate of the same: of one sample it may be negative."""
+    ratio_p1: float = math.nan
+    """Percentile of the ratio, as is `ratio_p99`; right to 0.9 % of its logarithm."""
+    ratio_p99: float = math.nan
+    masked_clip_fraction: float = math.nan
+    """Share of the `masked` tokens that the clip would have acted on, of those that the actor reads for their entropy.
+    NaN if there are none."""
+    parts: PartNorms | None = None
+    """None for an actor, and where nothing had weight or the loss was not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     steps: tuple[OptimizerStep, ...]
     compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStore:
-    """Where rank 0's store listens, for one epoch of the weight session."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendResult:
-    checksums: tuple[int, ...]
-    """CRC-32 of each tensor's bytes as sent, in manifest order."""
-    num_bytes: int
-    gather_s: float
-    wire_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSession:
-    """Open the store of a weight session at rank 0."""
-
-    host: str
-    epoch: int
-    world_size: int
-    """Of the session: rank 0 and the servers' workers."""
-    backend: Literal["gloo", "nccl"]
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinSession:
-    """Join the process group of the open session; returns when all its members have."""
-
-    epoch: int
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendWeights:
-    version: int
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSession:
-    pass
+    activation_bytes: int = 0
+    """That the first micro-batch, which is among the largest, kept for its backward; the most of any rank."""
+    peak_bytes: int = 0
+    """Highest use of memory in this request: of a GPU, or of a rank's process; the most of any rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Loading a policy or a critic from a folder, and their hidden states.
+"""Loading a policy from a folder, and hidden states of policies and critics.
 
 Two traps of transformers are closed here: `use_cache` must be off and no attention mask may be given (with the default,
 position ids that restart are not recognised and packed documents leak into each other), and the logits of models with a
@@ -9,15 +9,18 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from asyppo_async.algorithms.logprobs import KeptSet, TokenDistribution, token_logprobs_and_entropy
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.worker.control import ComputeDtype
 
@@ -33,43 +36,75 @@ _EXACT_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"
 """Norms of the form weight * x / rms(x); others (Gemma's 1 + weight) are not replaced."""
 
 
+class _Scores(nn.Module):
+    """The policy and its head as one forward, so that an engine which gathers weights sees every use of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, states: Tensor, token_ids: Tensor, scoring: "Scoring"
+    ) -> tuple[Tensor, ...]:
+        hidden = hidden_states(_backbone_of(self.model), input_ids, scoring.documents).flatten(0, 1)
+        distribution = token_logprobs_and_entropy(
+            hidden[states],
+            _head_weight_of(self.model),
+            token_ids,
+            temperature=scoring.temperature,
+            chunk_tokens=scoring.chunk_tokens,
+            kept_set=scoring.kept_set,
+        )
+        return (
+            distribution.logprobs,
+            distribution.entropies,
+            distribution.squared_probabilities,
+            distribution.inside,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How log-probs are computed from hidden states; see `token_logprobs_and_entropy`."""
+
+    temperature: float
+    chunk_tokens: int
+    kept_set: KeptSet | None = None
+    documents: tuple[int, ...] = ()
+    """Lengths of what is packed end to end in one row; see `MicroBatch.documents`."""
+
+
 class Policy:
     """A causal language model, taken apart into backbone and head."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._backbone = _backbone_of(module)
+        self.root = _Scores(module)
+        """What a training engine runs."""
+        self.vocab_size = self.head_weight.shape[0]
+        self._run: nn.Module = self.root
 
     @property
     def head_weight(self) -> Tensor:
         """[V, H]; the embedding itself where the head is tied."""
-        return cast(Tensor, self.module.get_output_embeddings().weight)  # type: ignore[operator]
+        return _head_weight_of(self.module)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.head_weight.shape[0]
+    def run_in(self, engine: nn.Module) -> None:
+        """Run through the engine that has taken the weights over."""
+        self._run = engine
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
-        """[R, L] -> [R, L, H] after the final norm."""
-        return _hidden_states(self._backbone, input_ids)
+    def distribution(
+        self, input_ids: Tensor, states: Tensor, token_ids: Tensor, scoring: Scoring
+    ) -> TokenDistribution:
+        """Of the tokens [N] that follow the flat positions `states` [N] of `input_ids` [R, L]."""
+        logprobs, entropies, squares, inside = self._run(input_ids, states, token_ids, scoring)
+        return TokenDistribution(
+            logprobs=logprobs, entropies=entropies, squared_probabilities=squares, inside=inside
+        )
 
-
-class Critic:
-    """A backbone with a value head: V(s) = w . h, in float32 (float64 when the backbone is)."""
-
-    def __init__(self, backbone: nn.Module, head: nn.Linear) -> None:
-        self.module = nn.ModuleDict({"backbone": backbone, "value_head": head})
-        self._backbone = backbone
-        self._head = head
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backbone.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-
-    def values(self, input_ids: Tensor, states: Tensor) -> Tensor:
-        """Values at the flat positions `states` [N] of `input_ids` [R, L]."""
-        hidden = _hidden_states(self._backbone, input_ids).flatten(0, 1)
-        return cast(Tensor, self._head(hidden[states].to(self._head.weight.dtype)).squeeze(-1))
+    def hidden_states(self, input_ids: Tensor, documents: tuple[int, ...] = ()) -> Tensor:
+        """[R, L] -> [R, L, H] after the final norm; of a model that no engine has taken over."""
+        return hidden_states(_backbone_of(self.module), input_ids, documents)
 
 
 def load_policy(folder: Path, dtype: ComputeDtype) -> Policy:
@@ -78,31 +113,26 @@ def load_policy(folder: Path, dtype: ComputeDtype) -> Policy:
     Raises:
         ConfigError: there is none, or one whose logits are more than hidden states times a weight.
     """
-    module = _load(folder, dtype, AutoModelForCausalLM)
+    module = load_model(folder, dtype, AutoModelForCausalLM)
     policy = Policy(module)
     _check_head(policy, folder, _HEAD_TOLERANCE[dtype])
     return policy
 
 
-def load_critic(folder: Path, dtype: ComputeDtype, seed: int) -> Critic:
-    """The backbone in `folder` with a fresh value head: the same one for the same seed.
+def recompute_layers(root: nn.Module) -> None:
+    """Keep only the inputs of each layer of a model for the backward, which computes the layer again.
 
-    w ~ N(0, (1 / (H + 1))^2), no bias, so that values start near 0 (`algorithms.md` 4.5).
+    Raises:
+        ConfigError: the model has no such layers.
     """
-    backbone = _load(folder, dtype, AutoModel)
-    hidden_size = int(backbone.get_input_embeddings().weight.shape[1])  # type: ignore[operator]
-    return Critic(backbone, new_value_head(hidden_size, dtype, seed))
-
-
-def new_value_head(hidden_size: int, dtype: ComputeDtype, seed: int) -> nn.Linear:
-    """A head whose weight is drawn in float64, so that every dtype gets the same numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(1, hidden_size, generator=generator, dtype=torch.float64) / (hidden_size + 1)
-    head_dtype = torch.float64 if dtype == "float64" else torch.float32
-    head = nn.Linear(hidden_size, 1, bias=False, dtype=head_dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-    return head
+    model = next(part for part in root.modules() if isinstance(part, PreTrainedModel))
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(f"recompute does not know the layers of {type(model).__name__}; set it to false")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        # Of the layer alone, which looks at it before it computes again; what it holds stays in evaluation.
+        layer.training = True
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -124,7 +154,14 @@ def silence_transformers() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def _load(folder: Path, dtype: ComputeDtype, kind: type[AutoModel] | type[AutoModelForCausalLM]) -> nn.Module:
+def load_model(
+    folder: Path, dtype: ComputeDtype, kind: type[AutoModel] | type[AutoModelForCausalLM]
+) -> nn.Module:
+    """A model of transformers, in evaluation mode.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     try:
@@ -142,12 +179,23 @@ def _load(folder: Path, dtype: ComputeDtype, kind: type[AutoModel] | type[AutoMo
     return cast(nn.Module, module.eval())
 
 
+def _head_weight_of(module: nn.Module) -> Tensor:
+    return cast(Tensor, module.get_output_embeddings().weight)  # type: ignore[operator]
+
+
 def _backbone_of(module: nn.Module) -> nn.Module:
     return cast(nn.Module, getattr(module, str(module.base_model_prefix)))
 
 
-def _hidden_states(backbone: nn.Module, input_ids: Tensor) -> Tensor:
-    return cast(Tensor, backbone(input_ids=input_ids, use_cache=False).last_hidden_state)
+def hidden_states(backbone: nn.Module, input_ids: Tensor, documents: tuple[int, ...] = ()) -> Tensor:
+    """[R, L] -> [R, L, H] of a backbone; `documents` are lengths of what is packed end to end in one row."""
+    if not documents:
+        return cast(Tensor, backbone(input_ids=input_ids, use_cache=False).last_hidden_state)
+    positions = torch.cat([torch.arange(length, device=input_ids.device) for length in documents])
+    outputs = backbone(
+        input_ids=input_ids, position_ids=positions[None], use_cache=False, document_lengths=documents
+    )
+    return cast(Tensor, outputs.last_hidden_state)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
-"""Micro-batches: responses of similar length side by side, right-padded, bounded by a budget of tokens.
+"""Micro-batches within a budget of tokens: rows of similar length, right-padded, or rows packed end to end.
 
-Right padding under a causal mask needs no attention mask: no token of a row sees the padding behind it.
+Right padding under a causal mask needs no attention mask: no token of a row sees the padding behind it. Packed rows
+have no padding, and need an attention that knows where each ends (`documents`).
 
 Legend: `R` rows and `L` columns of a micro-batch, `N` response tokens in it, `P` prompt and `T` response tokens.
 """
@@ -23,15 +24,26 @@ class MicroBatch:
     sequences: Int64Array
     """[R] indices into the request, longest first."""
     input_ids: Int64Array
-    """[R, L]; the last response token is left out, since nothing is asked of the state after it."""
+    """[R, L], or packed [1, sum of row lengths]; the last response token is left out, since nothing is asked of the
+    state after it."""
+    row_starts: Int64Array
+    """[R] flat indices into `input_ids`."""
+    row_lengths: Int64Array
+    """[R] P + T - 1"""
+    packed: bool
     states: Int64Array
-    """[N] flat indices into [R * L]: the slice `[P-1 : P+T-1]` of every row (`algorithms.md` 0.1)."""
+    """[N] flat indices into `input_ids`: the slice `[P-1 : P+T-1]` of every row (`algorithms.md` 0.1)."""
     tokens: Int64Array
     """[N] flat indices into the per-token arrays of the request."""
     token_ids: Int64Array
     """[N]"""
     response_lengths: Int64Array
     """[R]"""
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Lengths of the rows that lie end to end in one; empty where rows are rows."""
+        return tuple(self.row_lengths.tolist()) if self.packed else ()
 
     def lengths_of(self, kept: NDArray[np.bool_]) -> Int64Array:
         """[R] number of kept tokens, [N] bool, of each row."""
@@ -63,6 +75,48 @@ def lay_out(sequences: TokenSequences) -> RowLayout:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """How a request is cut into micro-batches."""
+
+    budget_tokens: int
+    """Of one micro-batch, padding included; a longer row is one of its own."""
+    packed: bool = False
+    """Rows lie end to end, which the model must have been prepared for."""
+
+    def plan(self, lengths: Int64Array) -> list[Int64Array]:
+        """Micro-batches as indices into the `lengths` of rows; every row is in exactly one, longest first."""
+        return (plan_documents if self.packed else plan_rows)(lengths, self.budget_tokens)
+
+    def micro_batches(
+        self, sequences: TokenSequences, layout: RowLayout, chosen: Int64Array
+    ) -> Iterator[MicroBatch]:
+        """Of the `chosen` sequences (indices; one that is chosen twice is two rows)."""
+        for rows in self.plan(layout.input_lengths[chosen]):
+            yield _fill(sequences, layout, chosen[rows], packed=self.packed)
+
+
+def plan_documents(lengths: Int64Array, budget_tokens: int) -> list[Int64Array]:
+    """First fit decreasing: each row, longest first, into the first micro-batch that has room for it.
+
+    Args:
+        lengths: [B] input tokens of each row.
+        budget_tokens: sum of the lengths in a micro-batch.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    room = np.zeros(len(lengths), dtype=np.int64)
+    plan: list[list[int]] = []
+    for row in order:
+        fits = room[: len(plan)] >= lengths[row]
+        place = int(fits.argmax()) if fits.any() else len(plan)
+        if place == len(plan):
+            plan.append([])
+            room[place] = budget_tokens
+        plan[place].append(int(row))
+        room[place] -= lengths[row]
+    return [np.array(rows, dtype=np.int64) for rows in plan]
+
+
 def plan_rows(lengths: Int64Array, budget_tokens: int) -> list[Int64Array]:
     """Cut rows, longest first, into micro-batches of at most `budget_tokens` tokens, padding included.
 
@@ -86,28 +140,21 @@ def plan_rows(lengths: Int64Array, budget_tokens: int) -> list[Int64Array]:
     return plan
 
 
-def micro_batches(
-    sequences: TokenSequences, layout: RowLayout, chosen: Int64Array, budget_tokens: int
-) -> Iterator[MicroBatch]:
-    """The micro-batches of the `chosen` sequences (indices; one that is chosen twice is two rows)."""
-    for rows in plan_rows(layout.input_lengths[chosen], budget_tokens):
-        yield _fill(sequences, layout, chosen[rows])
-
-
 def ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     """`starts[i], starts[i] + 1, ...` for `lengths[i]` numbers each, end to end."""
     offsets: Int64Array = np.repeat(starts - (lengths.cumsum() - lengths), lengths)
     return np.arange(len(offsets), dtype=np.int64) + offsets
 
 
-def _fill(sequences: TokenSequences, layout: RowLayout, rows: Int64Array) -> MicroBatch:
+def _fill(sequences: TokenSequences, layout: RowLayout, rows: Int64Array, *, packed: bool) -> MicroBatch:
     prompts, responses = layout.prompt_lengths[rows], layout.response_lengths[rows]
-    width = int(layout.input_lengths[rows].max())
-    row_starts = np.arange(len(rows), dtype=np.int64) * width
+    lengths = layout.input_lengths[rows]
+    num_rows, width = (1, int(lengths.sum())) if packed else (len(rows), int(lengths.max()))
+    row_starts = lengths.cumsum() - lengths if packed else np.arange(num_rows, dtype=np.int64) * width
     tokens = ranges(layout.response_starts[rows], responses)
     token_ids = sequences.response_token_ids[tokens].astype(np.int64)
 
-    flat = np.zeros(len(rows) * width, dtype=np.int64)
+    flat = np.zeros(num_rows * width, dtype=np.int64)
     flat[ranges(row_starts, prompts)] = sequences.prompt_token_ids[
         ranges(layout.prompt_starts[rows], prompts)
     ]
@@ -115,7 +162,10 @@ def _fill(sequences: TokenSequences, layout: RowLayout, rows: Int64Array) -> Mic
     flat[ranges(row_starts + prompts, responses - 1)] = sequences.response_token_ids[inputs]
     return MicroBatch(
         sequences=rows,
-        input_ids=flat.reshape(len(rows), width),
+        input_ids=flat.reshape(num_rows, width),
+        row_starts=row_starts,
+        row_lengths=lengths,
+        packed=packed,
         states=ranges(row_starts + prompts - 1, responses),
         tokens=tokens,
         token_ids=token_ids,

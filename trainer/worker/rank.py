@@ -11,24 +11,30 @@ from asyppo_async.trainer.worker.actor import Actor
 from asyppo_async.trainer.worker.backend.choice import open_backend
 from asyppo_async.trainer.worker.backend.protocol import Backend
 from asyppo_async.trainer.worker.codec import Message
-from asyppo_async.trainer.worker.control import Done, Loaded, WorkerSettings
-from asyppo_async.trainer.worker.critic import CriticLearner
-from asyppo_async.trainer.worker.messages import (
-    ActorForward,
-    ActorTrain,
-    CloseSession,
-    CriticForward,
-    CriticTrain,
-    JoinSession,
-    OpenSession,
-    Save,
-    SendWeights,
+from asyppo_async.trainer.worker.control import (
+    Done,
+    Loaded,
+    RestoreState,
+    SaveState,
+    SeeFolder,
+    WorkerSettings,
 )
-from asyppo_async.trainer.worker.model import copy_companions, load_critic, load_policy
+from asyppo_async.trainer.worker.critic import CriticLearner
+from asyppo_async.trainer.worker.critic_model import load_critic
+from asyppo_async.trainer.worker.documents import cutting_of
+from asyppo_async.trainer.worker.experts import Experts
+from asyppo_async.trainer.worker.fit import check_fit, free_bytes
+from asyppo_async.trainer.worker.messages import ActorForward, ActorTrain, CriticForward, CriticTrain, Save
+from asyppo_async.trainer.worker.model import copy_companions, load_policy
+from asyppo_async.trainer.worker.names import CheckpointNames
+from asyppo_async.trainer.worker.packing import Cutting
+from asyppo_async.trainer.worker.rank_state import RankState
+from asyppo_async.trainer.worker.reference import load_reference
 from asyppo_async.trainer.worker.sender import Sender
+from asyppo_async.trainer.worker.session_messages import CloseSession, JoinSession, OpenSession, SendWeights
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.weights.manifest import Dtype, Manifest
+from asyppo_async.weights.manifest import Dtype, Manifest, manifest_of_checkpoint
 
 
 class Rank(Protocol):
@@ -36,6 +42,8 @@ class Rank(Protocol):
 
     loaded: Loaded
     """What the coordinator is told when the model is there."""
+    state: RankState
+    """What is saved and restored of it."""
 
     def answer(self, request: Message) -> Message:
         """Do what is asked.
@@ -52,23 +60,29 @@ class ActorRank:
         self._rank = world.rank
         policy = load_policy(self._folder, settings.dtype)
         policy.module.to(device)
-        self._backend = open_backend(policy.module, settings, world)
-        self._actor = Actor(
-            policy, _stepper(self._backend, settings, world), micro_batch_tokens=settings.micro_batch_tokens
-        )
+        if settings.routing_replay:
+            Experts(policy).check()
+        names = CheckpointNames(policy.module)
+        reference = load_reference(settings.reference, settings.dtype, device, vocab_size=policy.vocab_size)
+        seeing = [policy.module] if reference is None else [policy.module, reference.module]
+        cutting = cutting_of(settings, *seeing)
+        _check_fit(policy.module, settings, world)
+        self._backend = open_backend(policy, settings, world)
+        stepper = _stepper(self._backend, settings, world, cutting)
+        self.state = RankState(self._backend, stepper, world)
+        self._actor = Actor(policy, stepper, reference=reference)
         dtype: Dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
         self._sender = Sender(
             self._backend,
-            self._folder,
-            dtype=dtype,
+            names,
+            _manifest(names, self._folder, dtype),
             bucket_bytes=settings.bucket_bytes,
             rank=world.rank,
         )
-        _check_names(self._sender.manifest, policy.module, self._folder)
         self.loaded = Loaded(
             vocab_size=policy.vocab_size,
             tokenizer_fingerprint=_fingerprint(self._folder),
-            num_parameters=_num_parameters(policy.module),
+            num_parameters=names.num_parameters,
             manifest=self._sender.manifest,
         )
 
@@ -88,33 +102,30 @@ class ActorRank:
             case CloseSession():
                 self._sender.close()
             case Save():
-                self._save(Path(request.folder))
+                _save(self._backend, self._folder, Path(request.folder), self._rank)
             case _:
                 raise WorkerError(f"an actor does not answer {type(request).__name__}")
         return reply
 
-    def _save(self, folder: Path) -> None:
-        """All or nothing: the folder appears when it is complete."""
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        self._backend.save(unfinished)
-        if self._rank == 0:
-            copy_companions(self._folder, unfinished)
-            unfinished.rename(folder)
-
 
 class CriticRank:
     def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
-        folder = Path(settings.model)
-        critic = load_critic(folder, settings.dtype, settings.seed)
-        critic.module.to(device)
-        backend = open_backend(critic.module, settings, world)
-        self._learner = CriticLearner(
-            critic, _stepper(backend, settings, world), micro_batch_tokens=settings.micro_batch_tokens
+        self._folder, self._rank = Path(settings.model), world.rank
+        critic = load_critic(
+            self._folder, settings.dtype, settings.seed, head_std=settings.head_std, frozen=settings.frozen
         )
+        critic.module.to(device)
+        num_parameters = sum(parameter.numel() for parameter in critic.module.parameters())
+        cutting = cutting_of(settings, critic.root)
+        _check_fit(critic.module, settings, world)
+        self._backend = open_backend(critic, settings, world)
+        stepper = _stepper(self._backend, settings, world, cutting)
+        self.state = RankState(self._backend, stepper, world)
+        self._learner = CriticLearner(critic, stepper)
         self.loaded = Loaded(
             vocab_size=critic.vocab_size,
-            tokenizer_fingerprint=_fingerprint(folder),
-            num_parameters=_num_parameters(critic.module),
+            tokenizer_fingerprint=_fingerprint(self._folder),
+            num_parameters=num_parameters,
             manifest=None,
         )
 
@@ -124,7 +135,24 @@ class CriticRank:
                 return self._learner.forward(request)
             case CriticTrain():
                 return self._learner.train(request)
+            case Save():
+                _save(self._backend, self._folder, Path(request.folder), self._rank)
+                return Done()
         raise WorkerError(f"a critic does not answer {type(request).__name__}")
+
+
+def answer(rank: Rank, request: Message) -> Message:
+    """What a rank of any role is asked, or else what this role is asked."""
+    match request:
+        case SaveState():
+            rank.state.save(Path(request.folder))
+        case RestoreState():
+            rank.state.restore(Path(request.folder))
+        case SeeFolder():
+            rank.state.see(request)
+        case _:
+            return rank.answer(request)
+    return Done()
 
 
 def open_rank(settings: WorkerSettings, world: World, device: str) -> Rank:
@@ -132,13 +160,21 @@ def open_rank(settings: WorkerSettings, world: World, device: str) -> Rank:
     return (ActorRank if settings.role == "actor" else CriticRank)(settings, world, device)
 
 
-def _stepper(backend: Backend, settings: WorkerSettings, world: World) -> Stepper:
-    return Stepper(
-        backend,
-        world,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        non_finite_budget=settings.non_finite_budget,
-    )
+def _check_fit(module: nn.Module, settings: WorkerSettings, world: World) -> None:
+    check_fit(module, settings, world.size, free_bytes(next(module.parameters()).device))
+
+
+def _stepper(backend: Backend, settings: WorkerSettings, world: World, cutting: Cutting) -> Stepper:
+    return Stepper(backend, world, cutting=cutting, non_finite_budget=settings.non_finite_budget)
+
+
+def _save(backend: Backend, source: Path, folder: Path, rank: int) -> None:
+    """All or nothing: the folder appears when it is complete."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    backend.save(unfinished)
+    if rank == 0:
+        copy_companions(source, unfinished)
+        unfinished.rename(folder)
 
 
 def _fingerprint(folder: Path) -> str:
@@ -148,10 +184,15 @@ def _fingerprint(folder: Path) -> str:
         return ""
 
 
-def _check_names(manifest: Manifest, module: nn.Module, folder: Path) -> None:
-    """A publication names tensors as the checkpoint does, and the engine loads them so: the model must too."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+def _manifest(names: CheckpointNames, folder: Path, dtype: Dtype) -> Manifest:
+    """What is published: the tensors of the checkpoint, all of which the loaded model must hold.
+
+    Raises:
+        ConfigError: the model holds others, or in other shapes.
+    """
+    manifest = manifest_of_checkpoint(folder, dtype)
     wanted = {spec.name: spec.shape for spec in manifest.tensors}
+    shapes = names.shapes
     if shapes != wanted:
         different = sorted(
             name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)
@@ -160,7 +201,4 @@ def _check_names(manifest: Manifest, module: nn.Module, folder: Path) -> None:
             f"{len(different)} tensors of {folder} are named or shaped otherwise in the loaded model, so they cannot "
             f"be published: {', '.join(different[:3])}"
         )
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return names.together(manifest)

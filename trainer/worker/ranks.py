@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from asyppo_async.errors import TrainingDiverged, WeightSyncError, WorkerError
+from asyppo_async.errors import AsyppoError, CheckpointError, TrainingDiverged, WeightSyncError, WorkerError
 from asyppo_async.trainer.worker.codec import Message
 from asyppo_async.trainer.worker.control import Failure
 from asyppo_async.trainer.worker.hub import Peer, Pending
@@ -12,9 +12,9 @@ from asyppo_async.trainer.worker.hub import Peer, Pending
 _SETTLE_S = 1.5
 """After the first failure, how long to collect the others: the cause often comes second (a killed rank is noticed
 after its peers have complained about the broken connection)."""
-_REPORTED: dict[str, type[WeightSyncError] | type[TrainingDiverged]] = {
-    "WeightSyncError": WeightSyncError,
-    "TrainingDiverged": TrainingDiverged,
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_REPORTED: dict[str, type[AsyppoError]] = {
+    kind.__name__: kind for kind in (WeightSyncError, TrainingDiverged, CheckpointError)
 }
 
 
@@ -40,12 +40,18 @@ class Ranks:
         """Role, rank, process and host of each."""
         return tuple(peer.label for peer in self._peers)
 
+    @property
+    def first_elsewhere(self) -> str | None:
+        """Address of rank 0 on another machine than the coordinator's; None where it is on the same one."""
+        hello = self._peers[0].hello
+        return None if hello.name or hello.host in _LOOPBACK else hello.host
+
     async def ask(self, requests: Sequence[Message], deadline_s: float) -> list[Message]:
         """Send request r to rank r and wait for every answer; fewer requests than ranks leave the last ranks out.
 
         Raises:
             WorkerError: a rank died, was silent, failed or missed the deadline; the group is of no more use.
-            WeightSyncError, TrainingDiverged: as the ranks report them; the group goes on.
+            WeightSyncError, TrainingDiverged, CheckpointError: as the ranks report them; the group goes on.
         """
         async with self._lock:
             self.raise_if_failed()

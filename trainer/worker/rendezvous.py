@@ -41,7 +41,7 @@ class _Place:
 
 
 async def gather_workers(hub: Hub, groups: Sequence[WantedGroup], timeout_s: float) -> list[tuple[Peer, ...]]:
-    """Wait until every group is complete; ranks are in the order in which they joined.
+    """Wait until every group is complete; ranks of this machine come first, then those that joined earlier.
 
     A worker that names its critic goes there, the others fill the groups in order; one too many is sent away.
 
@@ -64,7 +64,8 @@ async def gather_workers(hub: Hub, groups: Sequence[WantedGroup], timeout_s: flo
             await hub.refuse(joined, _no_place(joined, groups))
         else:
             taken.peers.append(joined)
-    return [tuple(place.peers) for place in places]
+    # Rank 0 publishes and saves, so it is best on the coordinator's own machine.
+    return [tuple(sorted(place.peers, key=lambda peer: not peer.hello.name)) for place in places]
 
 
 async def refuse_latecomers(hub: Hub) -> None:

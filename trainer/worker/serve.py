@@ -6,7 +6,7 @@ import traceback
 
 import torch
 
-from asyppo_async.errors import AsyppoError, TrainingDiverged, WeightSyncError, WorkerError
+from asyppo_async.errors import AsyppoError, CheckpointError, TrainingDiverged, WeightSyncError, WorkerError
 from asyppo_async.trainer.worker.codec import Envelope, expect
 from asyppo_async.trainer.worker.control import (
     Assigned,
@@ -18,10 +18,10 @@ from asyppo_async.trainer.worker.control import (
     Shutdown,
 )
 from asyppo_async.trainer.worker.link import Link
-from asyppo_async.trainer.worker.messages import SessionStore
-from asyppo_async.trainer.worker.rank import Rank, open_rank
+from asyppo_async.trainer.worker.rank import Rank, answer, open_rank
+from asyppo_async.trainer.worker.session_messages import SessionStore
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.weights.transfer import open_store
+from asyppo_async.weights.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ def _take_place(link: Link, hello: Hello) -> Rank | None:
 
 def _answer(link: Link, rank: Rank, request: Envelope) -> None:
     try:
-        reply = rank.answer(request.message)
-    except (WeightSyncError, TrainingDiverged) as error:
+        reply = answer(rank, request.message)
+    except (WeightSyncError, TrainingDiverged, CheckpointError) as error:
         logger.warning("%s: %s", type(request.message).__name__, error)
         link.reply(request, _failure(error, fatal=False))
     except Exception as error:

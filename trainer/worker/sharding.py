@@ -6,7 +6,7 @@ import numpy as np
 
 from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain, MiniBatches
 from asyppo_async.trainer.worker.packing import Int64Array, lay_out, ranges
-from asyppo_async.types import Float32Array, Int32Array, TokenSequences
+from asyppo_async.types import Float32Array, Int16Array, Int32Array, TokenSequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +16,21 @@ class Shard:
     sequences: TokenSequences
     tokens: Int64Array
     """Flat indices into the per-token arrays of the whole batch."""
+    chosen: Int64Array
+    """Indices of the shard's sequences in the whole batch."""
 
     def select(self, per_token: Float32Array) -> Float32Array:
         return per_token[self.tokens]
+
+    def select_routing(
+        self, sequences: TokenSequences, routed_experts: Int16Array | None
+    ) -> Int16Array | None:
+        """Of the positions that the shard's sequences feed; `sequences` are those of the whole batch."""
+        if routed_experts is None:
+            return None
+        inputs = lay_out(sequences).input_lengths
+        starts = inputs.cumsum() - inputs
+        return routed_experts[ranges(starts[self.chosen], inputs[self.chosen])]
 
 
 def balance(costs: Int64Array, num_ranks: int) -> Int64Array:
@@ -35,7 +47,10 @@ def balance(costs: Int64Array, num_ranks: int) -> Int64Array:
 def cut_batch(sequences: TokenSequences, num_ranks: int) -> list[Shard]:
     """For a forward: every sequence at exactly one rank, tokens even."""
     if num_ranks == 1:
-        return [Shard(sequences=sequences, tokens=np.arange(sequences.num_response_tokens))]
+        everything = np.arange(sequences.num_sequences)
+        return [
+            Shard(sequences=sequences, tokens=np.arange(sequences.num_response_tokens), chosen=everything)
+        ]
     ranks = balance(lay_out(sequences).input_lengths, num_ranks)
     return [_shard(sequences, np.flatnonzero(ranks == rank)) for rank in range(num_ranks)]
 
@@ -71,6 +86,11 @@ def cut_actor_train(request: ActorTrain, num_ranks: int) -> list[ActorTrain]:
             policy_weights=shard.select(request.policy_weights),
             entropy_weights=shard.select(request.entropy_weights),
             counted=None if request.counted is None else request.counted[shard.tokens],
+            masked=None if request.masked is None else request.masked[shard.tokens],
+            reference_logprobs=None
+            if request.reference_logprobs is None
+            else shard.select(request.reference_logprobs),
+            routed_experts=shard.select_routing(request.sequences, request.routed_experts),
             positives=None
             if request.positives is None
             else replace(request.positives, tokens=request.positives.tokens[shard.tokens]),
@@ -127,4 +147,5 @@ def _shard(sequences: TokenSequences, chosen: Int64Array) -> Shard:
             response_lengths=sequences.response_lengths[chosen],
         ),
         tokens=tokens,
+        chosen=chosen,
     )

@@ -10,9 +10,10 @@ from itertools import groupby
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._C._distributed_c10d import (
     AllreduceOptions,
+    HashStore,
     PrefixStore,
     ProcessGroupGloo,
     ReduceOp,
@@ -20,20 +21,28 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from asyppo_async.weights.group import address_towards
+from asyppo_async.weights.store import address_towards
+
+_BACKEND = "asyppo_gloo"
+_LOOPBACK = "127.0.0.1"
+_ALONE_TIMEOUT = timedelta(minutes=10)
+"""Of collectives that nobody else takes part in."""
 
 
 class World:
     """Rank and size, and the collectives of the ranks. Of one rank, they do nothing."""
 
-    def __init__(self, rank: int, size: int, group: ProcessGroupGloo | None) -> None:
+    def __init__(self, rank: int, size: int, *, store: Store, host: str, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
+        self._store = store
+        self._host = host
+        self._timeout = timeout
+        self._group = self._new_group("world", store, rank, size) if size > 1 else None
 
     @classmethod
     def alone(cls) -> Self:
-        return cls(0, 1, None)
+        return cls(0, 1, store=HashStore(), host=_LOOPBACK, timeout=_ALONE_TIMEOUT)
 
     @classmethod
     def join(
@@ -54,10 +63,28 @@ class World:
         if isinstance(store, tuple):
             host = host or address_towards(*store)
             store = TCPStore(*store, size, is_master=False, timeout=timeout, wait_for_workers=False)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=host or "127.0.0.1")]
-        return cls(rank, size, ProcessGroupGloo(PrefixStore("world", store), rank, size, options))
+        return cls(rank, size, store=store, host=host or _LOOPBACK, timeout=timeout)
+
+    def open_default_group(self) -> None:
+        """Make torch's default process group of the same ranks, for a library that knows no other.
+
+        torch's own gloo would bind whatever address the host's name stands for; this one binds the world's.
+        """
+        if not hasattr(distributed.Backend, _BACKEND.upper()):
+            distributed.Backend.register_backend(
+                _BACKEND,
+                lambda place, _: self._new_group("", place.store, place.group_rank, place.group_size),
+                extended_api=True,
+                devices="cpu",
+            )
+        if not distributed.is_initialized():
+            distributed.init_process_group(
+                f"cpu:{_BACKEND},cuda:nccl" if torch.cuda.is_available() else _BACKEND,
+                store=PrefixStore("default", self._store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self._timeout,
+            )
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks: one collective per dtype, the same bits on every rank."""
@@ -80,6 +107,12 @@ class World:
 
     def close(self) -> None:
         self._group = None
+
+    def _new_group(self, name: str, store: Store, rank: int, size: int) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
+        return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
 
     def _reduce(self, tensor: Tensor, operation: ReduceOp.RedOpType) -> None:
         assert self._group is not None

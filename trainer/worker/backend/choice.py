@@ -1,19 +1,38 @@
 """Which training engine a rank uses."""
 
-from torch import nn
-
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
 from asyppo_async.trainer.worker.backend.protocol import Backend
 from asyppo_async.trainer.worker.control import WorkerSettings
+from asyppo_async.trainer.worker.critic_model import Critic
+from asyppo_async.trainer.worker.model import Policy, recompute_layers
 from asyppo_async.trainer.worker.world import World
 
 
-def open_backend(module: nn.Module, settings: WorkerSettings, world: World) -> Backend:
-    return PlainBackend(
-        module,
+def open_backend(model: Policy | Critic, settings: WorkerSettings, world: World) -> Backend:
+    """The engine that the settings name; `model` runs through it from now on."""
+    if settings.recompute:
+        recompute_layers(model.root)
+    if settings.backend == "plain":
+        return PlainBackend(
+            model.module,
+            model.root,
+            world=world,
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+        )
+    # Seconds to import, and not needed otherwise.
+    from asyppo_async.trainer.worker.backend.deepspeed import DeepSpeedBackend
+
+    backend = DeepSpeedBackend(
+        model.module,
+        model.root,
         world=world,
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
-        warmup_steps=settings.warmup_steps,
         max_grad_norm=settings.max_grad_norm,
+        zero_stage=settings.zero_stage,
+        whole_below=settings.zero_whole_below,
     )
+    model.run_in(backend.engine)
+    return backend

@@ -5,51 +5,58 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from asyppo_async.errors import CheckpointError
+from asyppo_async.trainer.worker.backend.optimizer import adamw, set_rate
 from asyppo_async.trainer.worker.backend.protocol import StepOutcome
+from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.messages import PartNorms
 from asyppo_async.trainer.worker.world import World
+
+_STATE_FILE = "state.safetensors"
 
 
 class PlainBackend:
     """AdamW on float32 masters where the weights are of lower precision, on the weights themselves otherwise.
 
-    Weight decay acts on matrices only, not on norms and biases.
+    What of `module` lies outside `root` is its head.
     """
+
+    collective = False
 
     def __init__(
         self,
         module: nn.Module,
+        root: nn.Module,
         *,
         world: World,
-        learning_rate: float,
+        learning_rate: LearningRate,
         weight_decay: float,
-        warmup_steps: int,
         max_grad_norm: float,
     ) -> None:
         self._module = module
         self._world = world
-        self._base_learning_rate = learning_rate
-        self._warmup_steps = warmup_steps
+        self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
         self._num_steps = 0
-        self._names = [name for name, _ in module.named_parameters()]
-        self._weights = [parameter for _, parameter in module.named_parameters()]
+        trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+        self._names, self._weights = list(trained), list(trained.values())
         self._masters = [_master_of(weight) for weight in self._weights]
-        decayed = [master for master in self._masters if master.dim() >= 2]
-        others = [master for master in self._masters if master.dim() < 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=learning_rate,
-            fused=True,
-        )
+        inside = set(map(id, root.parameters()))
+        self._is_head = torch.tensor([id(weight) not in inside for weight in self._weights])
+        named = zip(self._names, self._masters, strict=True)
+        self._optimizer = adamw(named, learning_rate, weight_decay)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._module.parameters()).device
 
     @property
     def learning_rate(self) -> float:
-        """Rises linearly over the first `warmup_steps` steps."""
-        if self._num_steps >= self._warmup_steps:
-            return self._base_learning_rate
-        return self._base_learning_rate * (self._num_steps + 1) / self._warmup_steps
+        return self._learning_rate.after(self._num_steps)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -63,21 +70,21 @@ class PlainBackend:
     @torch.no_grad()
     def step(self) -> StepOutcome:
         gradients = self._summed_gradients()
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        norms = torch.stack(torch._foreach_norm(gradients))
+        norm = float(torch.linalg.vector_norm(norms))
         learning_rate = self.learning_rate
         applied = math.isfinite(norm)
         if applied:
             if norm > self._max_grad_norm:
                 torch._foreach_mul_(gradients, self._max_grad_norm / norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
+            set_rate(self._optimizer, learning_rate)
             self._optimizer.step()
             self._num_steps += 1
-            for weight, master in zip(self._weights, self._masters, strict=True):
-                if master is not weight:
-                    weight.copy_(master)
+            self._copy_to_weights()
         self.discard()
-        return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=applied)
+        return StepOutcome(
+            grad_norm=norm, learning_rate=learning_rate, applied=applied, parts=self._parts(norms)
+        )
 
     def forget_moments(self) -> None:
         self._optimizer.state.clear()
@@ -87,13 +94,71 @@ class PlainBackend:
             weight.grad = master.grad = None
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        weights = dict(zip(self._names, self._weights, strict=True))
+        weights = dict(self._module.named_parameters())
         for name in names:
             yield name, weights[name].detach()
 
     def save(self, folder: Path) -> None:
         if self._world.rank == 0:
             self._module.save_pretrained(folder)  # type: ignore[operator]
+
+    def _parts(self, gradient_norms: Tensor) -> PartNorms | None:
+        head = self._is_head
+        if not bool(head.any()):
+            return None
+        weight_norms = torch.stack(torch._foreach_norm([master.detach() for master in self._masters]))
+        return PartNorms(
+            head_gradient=float(torch.linalg.vector_norm(gradient_norms[head])),
+            backbone_gradient=float(torch.linalg.vector_norm(gradient_norms[~head])),
+            head_weights=float(torch.linalg.vector_norm(weight_norms[head])),
+            backbone_weights=float(torch.linalg.vector_norm(weight_norms[~head])),
+        )
+
+    def save_state(self, folder: Path) -> None:
+        """Rank 0 alone writes: the others hold the same bits."""
+        if self._world.rank != 0:
+            return
+        # Names of optimizer values are `exp_avg.model.norm.weight`; those of weights start with `weight.`.
+        tensors = {f"weight.{name}": master.detach() for name, master in self._named_masters()}
+        for name, master in self._named_masters():
+            for key, value in self._optimizer.state[master].items():
+                tensors[f"{key}.{name}"] = value
+        try:
+            save_file(tensors, folder / _STATE_FILE, metadata={"num_steps": str(self._num_steps)})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / _STATE_FILE} cannot be written: {error}") from error
+
+    @torch.no_grad()
+    def load_state(self, folder: Path) -> None:
+        masters = dict(self._named_masters())
+        missing = set(masters)
+        try:
+            with safe_open(folder / _STATE_FILE, framework="pt") as file:
+                self._num_steps = int(file.metadata()["num_steps"])
+                self._optimizer.state.clear()
+                for key in file.keys():  # noqa: SIM118 - it is no mapping
+                    kind, name = key.split(".", 1)
+                    if kind == "weight":
+                        masters[name].copy_(file.get_tensor(key))
+                        missing.discard(name)
+                    else:
+                        master = masters[name]
+                        self._optimizer.state[master][kind] = file.get_tensor(key).to(master.device)
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"{folder / _STATE_FILE} does not fit this model: {error}") from error
+        if missing:
+            raise CheckpointError(
+                f"{folder / _STATE_FILE} lacks {len(missing)} weights, {min(missing)} first"
+            )
+        self._copy_to_weights()
+
+    def _named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        return zip(self._names, self._masters, strict=True)
+
+    def _copy_to_weights(self) -> None:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if master is not weight:
+                weight.copy_(master)
 
     def _summed_gradients(self) -> list[Tensor]:
         """The gradient of every parameter over all ranks, in place; zeros where nothing reached it."""

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from asyppo_async.trainer.worker.messages import PartNorms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +16,8 @@ class StepOutcome:
     grad_norm: float
     """Of the whole gradient, over all ranks, before clipping."""
     learning_rate: float
+    parts: PartNorms | None
+    """None: the model has no head of its own."""
     applied: bool
     """False: the gradient was not finite, and weights and optimizer are as before."""
 
@@ -25,12 +30,22 @@ class Backend(Protocol):
     """
 
     @property
+    def collective(self) -> bool:
+        """Forward and backward are collectives: every rank makes the same number of them, idle ones if need be."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        ...
+
+    @property
     def learning_rate(self) -> float:
         """Of the next step."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` to what this rank has; a rank may call it any number of times, or never."""
+        """Add the gradient of `loss` to what this rank has; any number of times, or never, unless `collective`."""
         ...
 
     def step(self) -> StepOutcome:
@@ -46,7 +61,7 @@ class Backend(Protocol):
         ...
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The full tensors with these checkpoint names, in this order.
+        """The full parameters with these names (of `named_parameters`), in this order.
 
         Collective: every rank goes through all of it; what the other ranks than 0 see is not defined.
         """
@@ -54,4 +69,20 @@ class Backend(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format from rank 0. Collective."""
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule into an existing folder, for `load_state` on as many ranks. Collective.
+
+        Raises:
+            CheckpointError: It could not be written here. Every rank has come to the end of it, so training may go on.
+        """
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Become what `save_state` saw. Collective.
+
+        Raises:
+            CheckpointError: It does not fit this model, or cannot be read.
+        """
         ...

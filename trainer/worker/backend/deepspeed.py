@@ -1,0 +1,285 @@
+"""Training with DeepSpeed: ZeRO 1, 2 and 3, with the caller's accumulation, in the world that the coordinator made.
+
+DeepSpeed averages over ranks and counts micro-batches by itself; here the caller has divided by global denominators, so
+the gradient is to be the plain sum. ZeRO 1 and 2 can sum (`gradient_allreduce_op`); ZeRO 3 only averages, so there the
+loss is multiplied by the number of ranks first. `managed_gradient_accumulation: false` makes `step` the only boundary.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from asyppo_async.config.learner import ZeroStage
+from asyppo_async.errors import CheckpointError, ConfigError
+from asyppo_async.trainer.worker.backend.deepspeed_files import (
+    PARTITIONS,
+    outside_file,
+    use_patient_writer,
+)
+from asyppo_async.trainer.worker.backend.optimizer import adamw, set_rate
+from asyppo_async.trainer.worker.backend.protocol import StepOutcome
+from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.messages import PartNorms
+from asyppo_async.trainer.worker.world import World
+
+_BUCKET_ELEMENTS = 50_000_000
+"""Of one reduction or gathering; a smaller model is one bucket."""
+_PIECE_ELEMENTS = 2**25
+"""Partitioned tensors are gathered in pieces of at most this many elements, or one tensor if it is larger."""
+
+
+class DeepSpeedBackend:
+    """Partitions `root` over the world; what of `module` lies outside it (a value head) is small and stays whole.
+
+    bfloat16 weights have float32 masters and float32 sums of gradients. The whole rest keeps its own type; that is why
+    it is not the engine's, which gives all parameters one type.
+    """
+
+    collective = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        root: nn.Module,
+        *,
+        world: World,
+        learning_rate: LearningRate,
+        weight_decay: float,
+        max_grad_norm: float,
+        zero_stage: ZeroStage,
+        whole_below: int,
+    ) -> None:
+        self._module = module
+        self._world = world
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+        self._zero_stage = zero_stage
+        self._loss_factor = world.size if zero_stage == 3 else 1
+        self._num_steps = 0
+        self._weights = dict(module.named_parameters())
+        inside = set(map(id, root.parameters()))
+        partitioned = [(name, weight) for name, weight in root.named_parameters() if weight.requires_grad]
+        whole = {name: weight for name, weight in self._weights.items() if id(weight) not in inside}
+        self._whole = list(whole.values())
+        self._whole_norm = 0.0
+        self._whole_optimizer = adamw(whole.items(), learning_rate, weight_decay)
+        self._optimizer = adamw(partitioned, learning_rate, weight_decay)
+        self._optimizer.register_step_pre_hook(self._clip)
+        self.engine = _open_engine(root, self._optimizer, world, zero_stage, whole_below)
+        """Runs the forward of `root`."""
+        self._writer = use_patient_writer(self.engine)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._module.parameters()).device
+
+    @property
+    def learning_rate(self) -> float:
+        return self._learning_rate.after(self._num_steps)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss * self._loss_factor, scale_wrt_gas=False)
+
+    @torch.no_grad()
+    def step(self) -> StepOutcome:
+        learning_rate = self.learning_rate
+        gradients = self._whole_gradients()
+        self._whole_norm = _norm(gradients)
+        if not math.isfinite(self._whole_norm):
+            self.discard()
+            return StepOutcome(
+                grad_norm=self._whole_norm, learning_rate=learning_rate, applied=False, parts=None
+            )
+        for optimizer in (self._optimizer, self._whole_optimizer):
+            set_rate(optimizer, learning_rate)
+        self.engine.step()
+        applied = bool(self.engine.was_step_applied())
+        norm = self._grad_norm()
+        if applied:
+            for gradient in gradients:
+                gradient.mul_(self._clip_factor())
+            self._whole_optimizer.step()
+            self._num_steps += 1
+        self._whole_optimizer.zero_grad()
+        return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=applied, parts=self._parts())
+
+    def forget_moments(self) -> None:
+        # In place: DeepSpeed keeps views of them for its checkpoints.
+        for optimizer in (self._optimizer, self._whole_optimizer):
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+
+    def discard(self) -> None:
+        self._whole_optimizer.zero_grad()
+        partitioned = self.engine.optimizer
+        partitioned.zero_grad()
+        # What DeepSpeed itself does when it skips a step; it has no public way to forget accumulated gradients.
+        if self._zero_stage == 3:
+            partitioned.averaged_gradients = {}
+        elif hasattr(partitioned, "all_grad_tensors"):
+            for index in range(len(partitioned.bit16_groups)):
+                partitioned.averaged_gradients[index] = partitioned.all_grad_tensors[index] = None
+
+    def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for piece in self._pieces(names):
+            weights = [self._weights[name] for name in piece]
+            with deepspeed.zero.GatheredParameters(
+                list(dict.fromkeys(weights)), enabled=self._zero_stage == 3
+            ):
+                tensors = [weight.detach() for weight in weights]
+                if self._zero_stage == 3 and self._world.rank == 0:
+                    tensors = [tensor.clone() for tensor in tensors]
+            # Only after the gather is complete on this rank: it must not interleave with what the caller does.
+            yield from zip(piece, tensors, strict=True)
+
+    def save(self, folder: Path) -> None:
+        tensors = {}
+        for name, tensor in self.full_tensors(list(self._weights)):
+            if self._world.rank == 0:
+                tensors[name] = tensor.cpu().clone()
+        if self._world.rank == 0:
+            self._module.save_pretrained(folder, state_dict=tensors)  # type: ignore[operator]
+
+    def save_state(self, folder: Path) -> None:
+        writer = self._writer
+        writer.failure = None
+        self.engine.save_checkpoint(str(folder), tag=PARTITIONS, save_latest=False)
+        outside = {
+            "num_steps": self._num_steps,
+            "weights": [weight.detach() for weight in self._whole],
+            "optimizer": self._whole_optimizer.state_dict(),
+        }
+        writer.save(outside, str(outside_file(folder, self._world.rank)))
+        if writer.failure is not None:
+            raise CheckpointError(writer.failure)
+
+    @torch.no_grad()
+    def load_state(self, folder: Path) -> None:
+        try:
+            outside = torch.load(outside_file(folder, self._world.rank), weights_only=True)
+            loaded, _ = self.engine.load_checkpoint(str(folder), tag=PARTITIONS)
+        except (OSError, RuntimeError, UnpicklingError, AssertionError) as error:
+            # DeepSpeed asserts, mostly without a word, that the files of its ranks are there.
+            raise CheckpointError(f"{folder} cannot be loaded: {error!r}") from error
+        if loaded is None:
+            raise CheckpointError(f"{folder} has no partitions of this model for {self._world.size} ranks")
+        self._num_steps = int(outside["num_steps"])
+        for weight, value in zip(self._whole, outside["weights"], strict=True):
+            weight.copy_(value)
+        self._whole_optimizer.load_state_dict(outside["optimizer"])
+
+    def _whole_gradients(self) -> list[Tensor]:
+        """Of the parameters outside the engine, over all ranks."""
+        for weight in self._whole:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        gradients = [weight.grad for weight in self._whole if weight.grad is not None]
+        self._world.sum_in_place(gradients)
+        for gradient in gradients:
+            gradient.div_(self._loss_factor)
+        return gradients
+
+    def _grad_norm(self) -> float:
+        """Of the whole gradient; of the step that is under way, which the engine itself learns of only afterwards."""
+        return math.hypot(float(self.engine.optimizer._global_grad_norm), self._whole_norm)
+
+    def _parts(self) -> PartNorms | None:
+        if not self._whole:
+            return None
+        return PartNorms(
+            head_gradient=self._whole_norm,
+            backbone_gradient=float(self.engine.optimizer._global_grad_norm),
+            head_weights=_norm([weight.detach() for weight in self._whole]),
+            backbone_weights=self._partitioned_norm(),
+        )
+
+    def _partitioned_norm(self) -> float:
+        """Of what trains inside the engine; a rank of ZeRO 3 holds a piece of each, with padding behind the last."""
+        weights = [weight for weight in self.engine.module.parameters() if weight.requires_grad]
+        if self._zero_stage != 3:
+            return _norm([weight.detach() for weight in weights])
+        pieces = []
+        for weight in weights:
+            piece = weight.ds_tensor
+            left = weight.ds_numel - self._world.rank * piece.ds_numel
+            pieces.append(piece.detach()[: max(0, min(left, piece.ds_numel))])
+        squared = torch.tensor([_norm(pieces) ** 2], dtype=torch.float64)
+        self._world.sum_in_place([squared])
+        return math.sqrt(float(squared))
+
+    def _clip_factor(self) -> float:
+        return min(1.0, self._max_grad_norm / max(self._grad_norm(), torch.finfo(torch.float32).tiny))
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Before each step of the inner optimizer. DeepSpeed's own clipping knows nothing of the value head."""
+        factor = self._clip_factor()
+        if factor < 1:
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.grad.mul_(factor)
+
+    def _pieces(self, names: Sequence[str]) -> Iterator[list[str]]:
+        piece: list[str] = []
+        num_elements = 0
+        for name in names:
+            size = getattr(self._weights[name], "ds_numel", self._weights[name].numel())
+            if piece and num_elements + size > _PIECE_ELEMENTS:
+                yield piece
+                piece, num_elements = [], 0
+            piece.append(name)
+            num_elements += size
+        yield piece
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    return float(
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32)))
+    )
+
+
+def _open_engine(
+    root: nn.Module, optimizer: torch.optim.Optimizer, world: World, zero_stage: ZeroStage, whole_below: int
+) -> deepspeed.DeepSpeedEngine:
+    dtype = next(root.parameters()).dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"DeepSpeed trains float32 and bfloat16, got {dtype}; use backend = 'plain'")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Its shared-memory collectives are compiled at the first start; gloo's are there.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Otherwise the launcher's; here it says which device the rank has been given.
+    os.environ["LOCAL_RANK"] = str(next(root.parameters()).device.index or 0)
+    world.open_default_group()
+    bucket = min(_BUCKET_ELEMENTS, sum(weight.numel() for weight in root.parameters()))
+    engine, *_ = deepspeed.initialize(
+        model=root,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_allreduce_op": "mean" if zero_stage == 3 else "sum",
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+            "gradient_clipping": 0.0,
+            "steps_per_print": None,
+            "zero_optimization": {
+                "stage": zero_stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": 2 * bucket,
+                "stage3_prefetch_bucket_size": bucket,
+                "stage3_param_persistence_threshold": whole_below,
+            },
+        },
+    )
+    return engine

@@ -1,0 +1,113 @@
+"""What a rank keeps for a resume beside its engine's own: random state, and how often a step was not finite."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from asyppo_async.errors import CheckpointError
+from asyppo_async.trainer.worker.backend.protocol import Backend
+from asyppo_async.trainer.worker.control import SeeFolder
+from asyppo_async.trainer.worker.steps import Stepper
+from asyppo_async.trainer.worker.world import World
+
+NONCE_FILE = "nonce"
+
+
+class RankState:
+    """Saves and restores one rank; all ranks of a group write into one folder."""
+
+    def __init__(self, backend: Backend, stepper: Stepper, world: World) -> None:
+        self._backend = backend
+        self._stepper = stepper
+        self._world = world
+        self._rank = world.rank
+
+    def save(self, folder: Path) -> None:
+        """Collective.
+
+        Raises:
+            CheckpointError: This rank could not write; training may go on.
+        """
+        words = ""
+        try:
+            self._save_own(folder)
+        except (OSError, SafetensorError) as error:
+            words = f"rank {self._rank} cannot write into {folder}: {error}"
+        # Together or not at all: the engine's ranks wait for each other.
+        has_failed = torch.tensor([int(bool(words))])
+        self._world.max_in_place(has_failed)
+        if has_failed:
+            raise CheckpointError(words or f"another rank than rank {self._rank} cannot write into {folder}")
+        self._backend.save_state(folder)
+
+    def restore(self, folder: Path) -> None:
+        """Collective.
+
+        Raises:
+            CheckpointError: The files are not those of this group.
+        """
+        self._backend.load_state(folder)
+        try:
+            numbers = json.loads(self._numbers(folder).read_text(encoding="utf-8"))
+            states = load_file(self._random(folder))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(
+                f"rank {self._rank} finds no state of its own in {folder}: {error}"
+            ) from error
+        self._stepper.num_non_finite = int(numbers["num_non_finite"])
+        version, internal, gauss = numbers["python"]
+        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state({**numbers["numpy"], "state": _numpy_keys(numbers["numpy"]["state"])})
+        torch.set_rng_state(states.pop("cpu"))
+        for name, state in states.items():
+            torch.cuda.set_rng_state(state, name)
+
+    def see(self, request: SeeFolder) -> None:
+        """Prove that this rank sees the coordinator's folder, and that the coordinator sees what it writes there.
+
+        Raises:
+            CheckpointError: It does not; says where.
+        """
+        folder = Path(request.folder)
+        try:
+            nonce = (folder / NONCE_FILE).read_text(encoding="utf-8")
+            (folder / f"rank-{self._rank}").write_text(nonce, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(
+                f"rank {self._rank} cannot use {folder}: {error.strerror or error}"
+            ) from error
+        if nonce != request.nonce:
+            raise CheckpointError(
+                f"rank {self._rank} has another folder at {folder}: it holds the nonce of another run"
+            )
+
+    def _save_own(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        states = {"cpu": torch.get_rng_state()}
+        for index in range(torch.cuda.device_count()):
+            states[f"cuda:{index}"] = torch.cuda.get_rng_state(index)
+        save_file(states, self._random(folder))
+        numpy_state = np.random.get_state(legacy=False)
+        assert isinstance(numpy_state, dict)
+        keys = numpy_state["state"]
+        numbers = {
+            "num_non_finite": self._stepper.num_non_finite,
+            "python": random.getstate(),
+            "numpy": {**numpy_state, "state": {**keys, "key": keys["key"].tolist()}},
+        }
+        self._numbers(folder).write_text(json.dumps(numbers), encoding="utf-8")
+
+    def _random(self, folder: Path) -> Path:
+        return folder / f"random-{self._rank}.safetensors"
+
+    def _numbers(self, folder: Path) -> Path:
+        return folder / f"rank-{self._rank}.json"
+
+
+def _numpy_keys(state: dict[str, object]) -> dict[str, object]:
+    return {**state, "key": np.array(state["key"], dtype=np.uint32)}

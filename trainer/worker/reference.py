@@ -1,0 +1,67 @@
+"""The frozen model that a KL penalty holds the policy to, beside the actor on every rank, whole and without gradient.
+
+Legend: `N` response tokens of a micro-batch.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyppo_async.algorithms.logprobs import KeptSet, token_logprobs_and_entropy
+from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.worker.control import ComputeDtype
+from asyppo_async.trainer.worker.experts import Experts
+from asyppo_async.trainer.worker.messages import ActorForward
+from asyppo_async.trainer.worker.model import Policy, load_policy
+from asyppo_async.trainer.worker.packing import MicroBatch
+from asyppo_async.types import Float32Array
+
+
+class Reference:
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._experts = Experts(policy)
+        self.module = policy.module
+        self.module.requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch, request: ActorForward, *, chunk_tokens: int) -> Float32Array:
+        """[N] with the sampling and the experts of the request; -inf outside the reference's own kept set."""
+        with self._experts.replaying(request, batch):
+            hidden = self._policy.hidden_states(self._tensor(batch.input_ids), batch.documents).flatten(0, 1)
+        distribution = token_logprobs_and_entropy(
+            hidden[self._tensor(batch.states)],
+            self._policy.head_weight,
+            self._tensor(batch.token_ids),
+            temperature=request.temperature,
+            chunk_tokens=chunk_tokens,
+            kept_set=KeptSet(top_k=request.top_k, top_p=request.top_p),
+        )
+        logprobs: NDArray[np.float32] = (
+            distribution.logprobs.masked_fill(~distribution.inside, -torch.inf).float().cpu().numpy()
+        )
+        return logprobs
+
+    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self._policy.head_weight.device)
+
+
+def load_reference(folder: str, dtype: ComputeDtype, device: str, *, vocab_size: int) -> Reference | None:
+    """The model in `folder` on `device`; None for an empty `folder`.
+
+    Raises:
+        ConfigError: there is no model, or one of another vocabulary than the actor's.
+    """
+    if not folder:
+        return None
+    policy = load_policy(Path(folder), dtype)
+    if policy.vocab_size != vocab_size:
+        raise ConfigError(
+            f"actor.reference {folder} has a vocabulary of {policy.vocab_size} and the actor one of {vocab_size}; a KL "
+            "needs the same tokens in both"
+        )
+    policy.module.to(device)
+    return Reference(policy)
