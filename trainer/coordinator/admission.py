@@ -8,6 +8,11 @@ from asyppo_async.trainer.coordinator.retry import Retry
 from asyppo_async.trainer.coordinator.sampler import Candidate, Sampler
 from asyppo_async.trainer.coordinator.staleness import token_bound
 
+_FEWEST_SKIPS = 1000
+_MANY_PROMPTS = 10_000
+"""A sampler may skip ten times as many candidates in a row as it has prompts, this many at most: they are all listed,
+and the smallest probability of acceptance that a method has is 0.01."""
+
 
 def room_within(
     most_outstanding: int,
@@ -56,14 +61,10 @@ class Admission:
             if self._ledger.returned:
                 draws.append(self._ledger.reissue(version=served_version, now_s=now_s))
                 continue
-            candidate = self._next_accepted()
+            candidate = self._next_accepted(served_version, now_s)
             if candidate is None:
                 break
-            draws.append(
-                self._ledger.issue(
-                    prompt_id=candidate.prompt_id, epoch=candidate.epoch, version=served_version, now_s=now_s
-                )
-            )
+            draws.append(self._ledger.issue(candidate, version=served_version, now_s=now_s))
         return draws
 
     def _room(self, served_version: int, num_steps_chosen: int, lead_limit: int) -> int:
@@ -97,14 +98,16 @@ class Admission:
         oldest = token_bound(step=num_steps_chosen, max_staleness=self._settings.max_staleness)
         return sum(len(records) for version, records in self._ledger.in_flight.items() if version < oldest)
 
-    def _next_accepted(self) -> Candidate | None:
+    def _next_accepted(self, served_version: int, now_s: float) -> Candidate | None:
+        """The next candidate that the sampler accepts; those that it skips are listed. None: it is exhausted."""
+        most_skips = _FEWEST_SKIPS + 10 * min(self._sampler.num_prompts, _MANY_PROMPTS)
         num_skips = 0
         while not self._sampler.exhausted:
             candidate = self._sampler.next_candidate()
             if candidate.accepted:
                 return candidate
-            self._ledger.totals.skipped += 1
+            self._ledger.skip(candidate, version=served_version, now_s=now_s)
             num_skips += 1
-            if num_skips > 1000 + 10 * self._sampler.num_prompts:
+            if num_skips > most_skips:
                 raise TaskError(f"the sampler skipped {num_skips} candidates in a row; lower its selectivity")
         return None

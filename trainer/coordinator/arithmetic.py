@@ -20,7 +20,7 @@ from asyppo_async.algorithms.packed import spread
 from asyppo_async.algorithms.token_classes import TokenMasks, classify_tokens, token_masks
 from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.sections import ActorSection, CriticSection, SamplingSection
-from asyppo_async.trainer.coordinator.batch import Batch, select_sequences, token_rows
+from asyppo_async.trainer.coordinator.batch import Batch, select_sequences, tokens_of
 from asyppo_async.trainer.coordinator.correction import by_advantage, mismatch_of
 from asyppo_async.trainer.coordinator.estimators import (
     Baselines,
@@ -28,7 +28,13 @@ from asyppo_async.trainer.coordinator.estimators import (
     calibrated,
     scaled_by_entropy,
 )
-from asyppo_async.trainer.coordinator.loss_terms import loss_of, positives_of, reference_of
+from asyppo_async.trainer.coordinator.loss_terms import (
+    divergence_to_go,
+    loss_of,
+    positives_of,
+    reference_for_loss,
+    reference_of,
+)
 from asyppo_async.trainer.coordinator.memory import StepMemory
 from asyppo_async.trainer.coordinator.mini_batches import plan_mini_batches
 from asyppo_async.trainer.coordinator.token_choice import choose_tokens
@@ -133,6 +139,7 @@ def actor_request(
     actor: ActorSection,
     sampling: SamplingSection,
     seed: int,
+    reference_logprobs: Float32Array | None = None,
 ) -> ActorTrain:
     """What the actor group is told: ready weights per token and global denominators."""
     masks, loss = decisions.masks, loss_of(algorithm)
@@ -162,8 +169,14 @@ def actor_request(
         counted=(masks.denominator & decisions.mismatch.measured).numpy()
         if loss.of_whole_responses
         else None,
-        kl_coefficient=algorithm.kl_coefficient,
+        masked=(masks.policy & ~decisions.std_masks.advantage_keep).numpy()
+        if algorithm.advantage_mask_share > 0
+        else None,
+        # k1 is in the advantages already.
+        kl_coefficient=0.0 if algorithm.kl_estimator == "k1" else algorithm.kl_coefficient,
         kl_estimator=algorithm.kl_estimator,
+        reference_logprobs=reference_for_loss(reference_logprobs, algorithm),
+        routed_experts=batch.routed_experts,
         positives=positives_of(batch, masks, mini_batches, algorithm.positive_nll_coefficient),
         reset_optimizer=actor.reset_optimizer,
         top_p=sampling.top_p,
@@ -194,10 +207,9 @@ def critic_requests(
         trained = trained & ~np.repeat(batch.truncated, batch.lengths)
     requests = []
     for index, rows in enumerate(batch.critic_shares):
-        tokens = token_rows(batch.lengths, rows)
         lengths = torch.from_numpy(batch.lengths[rows])
-        own_values = torch.from_numpy(values[index][tokens])
-        counted = torch.from_numpy(trained[tokens])
+        own_values = torch.from_numpy(tokens_of(values[index], batch.lengths, rows))
+        counted = torch.from_numpy(tokens_of(trained, batch.lengths, rows))
         targets = value_targets(
             torch.from_numpy(batch.shaped_rewards[rows]), own_values, lengths, algorithm.lambda_critic
         )
@@ -247,6 +259,10 @@ def _advantages(
     """Correction, [N] advantages, and what is remembered; what looks at both is applied to both."""
     mismatch = mismatch_of(batch, proximal_logprobs, algorithm)
     advantages = advantages_of(batch, baselines, algorithm, counted=counted, memory=memory)
+    reference = baselines.reference_logprobs
+    if reference is not None and algorithm.kl_estimator == "k1":
+        cost = divergence_to_go(proximal_logprobs, reference, torch.from_numpy(batch.lengths))
+        advantages = advantages - algorithm.kl_coefficient * cost
     if algorithm.group_entropy_scaling:
         proximal = torch.from_numpy(np.require(proximal_logprobs, requirements="W"))
         advantages, memory = scaled_by_entropy(batch, advantages, proximal, mismatch.measured, memory)

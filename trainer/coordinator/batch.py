@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -10,16 +10,21 @@ from numpy.typing import NDArray
 
 from asyppo_async.algorithms.critics import split_groups
 from asyppo_async.algorithms.group_advantages import overlong_penalty
+from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.sections import TrainConfig
+from asyppo_async.errors import FleetMismatch
 from asyppo_async.types import (
     BoolArray,
     Float32Array,
     Group,
+    Int16Array,
     Int32Array,
     TokenSequences,
+    Trajectory,
     concatenate_sequences,
 )
 
+Number = TypeVar("Number", bound=np.generic)
 CriticData = Literal["group_split", "random_split", "shared"]
 SmallGroups = Literal["rotate", "all"]
 
@@ -55,6 +60,8 @@ class Batch:
     """[N]"""
     critic_shares: tuple[NDArray[np.int64], ...]
     """For each critic the indices of the responses that it trains on."""
+    routed_experts: Int16Array | None = None
+    """[sum (P + T - 1), layers, experts per token] that the engine used; None: not replayed."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -79,6 +86,11 @@ class Batch:
         return seen
 
 
+def truncated_reward(algorithm: AlgorithmSection) -> float | None:
+    """Verdict on a response at maximum length; None: what its text earns."""
+    return -1.0 if algorithm.truncated == "finished" else None
+
+
 def batch_of(step: int, groups: Sequence[Group], config: TrainConfig) -> Batch:
     """`build_batch` as a run's settings say."""
     algorithm, critic = config.algorithm, config.critic
@@ -90,10 +102,11 @@ def batch_of(step: int, groups: Sequence[Group], config: TrainConfig) -> Batch:
         small_groups=critic.small_groups,
         seed=config.run.seed,
         shaping=Shaping(
-            truncated_reward=-1.0 if algorithm.truncated == "finished" else None,
+            truncated_reward=truncated_reward(algorithm),
             overlong_cache_tokens=algorithm.overlong_cache_tokens,
             max_tokens=config.sampling.max_tokens,
         ),
+        routing_replay=config.actor.routing_replay,
     )
 
 
@@ -106,6 +119,7 @@ def build_batch(
     seed: int,
     small_groups: SmallGroups = "rotate",
     shaping: Shaping | None = None,
+    routing_replay: bool = False,
 ) -> Batch:
     """Lay the responses of `groups` end to end and deal them to the critics."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -135,7 +149,28 @@ def build_batch(
             small_groups=small_groups,
             seed=seed,
         ),
+        routed_experts=_routing_of(trajectories) if routing_replay else None,
     )
+
+
+def _routing_of(trajectories: Sequence[Trajectory]) -> Int16Array:
+    """The experts of all responses end to end.
+
+    Raises:
+        FleetMismatch: a response came without them, or with those of too few positions.
+    """
+    parts = []
+    for trajectory in trajectories:
+        routed = trajectory.response.routed_experts
+        num_fed = len(trajectory.prompt.token_ids) + trajectory.num_tokens - 1
+        if routed is None or len(routed) != num_fed:
+            raise FleetMismatch(
+                f"{trajectory.server} fed {num_fed} tokens of prompt {trajectory.prompt.id} and returned the experts "
+                f"of {0 if routed is None else len(routed)}; actor.routing_replay needs all of them: use an engine "
+                "that returns its routing, or set actor.routing_replay = false"
+            )
+        parts.append(routed)
+    return np.concatenate(parts)
 
 
 def _shape(
@@ -190,11 +225,13 @@ def select_sequences(sequences: TokenSequences, rows: NDArray[np.int64]) -> Toke
     return concatenate_sequences([(prompts[row], responses[row]) for row in rows])
 
 
-def token_rows(lengths: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Flat indices of the tokens of the responses at `rows`, in that order."""
-    starts = np.cumsum(lengths) - lengths
-    empty = np.zeros(0, dtype=np.int64)
-    return np.concatenate([empty, *(np.arange(starts[row], starts[row] + lengths[row]) for row in rows)])
+def tokens_of(
+    per_token: NDArray[Number], lengths: NDArray[np.int64], rows: NDArray[np.int64]
+) -> NDArray[Number]:
+    """The tokens of the responses at `rows`, in that order: slices, since an index would take 8 bytes a token."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    return np.concatenate([per_token[:0], *(per_token[starts[row] : ends[row]] for row in rows)])
 
 
 def with_end_states(sequences: TokenSequences, truncated: BoolArray) -> tuple[TokenSequences, BoolArray]:

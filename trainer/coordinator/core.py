@@ -14,9 +14,9 @@ from asyppo_async.trainer.coordinator.draws import (
     Answer,
     Draw,
     DrawRecord,
-    Fate,
     GroupFacts,
     LedgerCounts,
+    News,
     TokenCounts,
     TokenUse,
 )
@@ -80,11 +80,9 @@ class DecisionCore:
         return not (self._choice.chosen or self._choice.exists(self._version))
 
     def counts(self) -> LedgerCounts:
-        """Draws by where they are."""
         return self._ledger.counts()
 
     def token_counts(self) -> TokenCounts:
-        """The waste ledger."""
         return self._ledger.token_counts()
 
     def live(self) -> tuple[DrawRecord, ...]:
@@ -106,10 +104,10 @@ class DecisionCore:
         self._checked()
         return draws
 
-    def record_tokens(self, draw: Draw, num_tokens: int) -> None:
-        """How many tokens this attempt has generated so far, over all its members."""
+    def record_tokens(self, draw: Draw, num_tokens: int, server: str = "") -> None:
+        """How many tokens this attempt has generated so far, over all its members, and where; empty: as before."""
         if (record := self._ledger.find(draw, "in_flight")) is not None:
-            self._ledger.record_tokens(record, num_tokens)
+            self._ledger.record_tokens(record, num_tokens, server)
 
     def finish(
         self,
@@ -123,8 +121,7 @@ class DecisionCore:
     ) -> Answer:
         """The group is complete (or `reduced`: fewer members than asked) and rewarded: it waits for its step.
 
-        `num_tokens` are those of the `num_members` responses that are left; versions are over their tokens.
-        A group with too few members, or with tokens of a version that cannot be, fails instead.
+        `num_tokens` and versions are of the `num_members` that are left; too few, or an impossible version, fail it.
         """
         if (record := self._ledger.find(draw, "in_flight")) is None:
             return "late"
@@ -192,9 +189,7 @@ class DecisionCore:
         """
         step = self._version + 1
         if self.settings.max_staleness < 1 or self._version not in self._choice.chosen:
-            raise ValueError(
-                f"a batch ahead of step {self._version} needs max_staleness >= 1 and that step's batch"
-            )
+            raise ValueError(f"the batch ahead of step {step - 1} needs max_staleness >= 1 and its batch")
         return self._choose(step, now_s) if self._choice.exists(step) else None
 
     def begin_step(self, now_s: float) -> None:
@@ -219,27 +214,30 @@ class DecisionCore:
             waited_s=chosen.waited_s,
             step_s=now_s - self._step_began_s,
             lead_limit=self._lead.limit,
-            fates=self._ledger.take_fates(),
+            news=self._ledger.take_news(),
         )
         self._version += 1
         self._step_began_s = None
         self._checked()
         return report
 
-    def close(self, now_s: float) -> tuple[Fate, ...]:
-        """The run ends: what is still live is dropped as `run_ended`. The fates since the last step."""
+    def close(self, now_s: float) -> News:
+        """The run ends: what is still live is dropped as `run_ended`. What was listed since the last step."""
         self._choice.undo()
         self._ledger.drop_all("run_ended", version=self._version, now_s=now_s)
         self._checked()
-        return self._ledger.take_fates()
+        return self._ledger.take_news()
+
+    def take_news(self) -> News:
+        """What was listed since the last step, before a checkpoint that is not a step's."""
+        return self._ledger.take_news()
 
     def state(self) -> CoreState:
-        """A checkpoint; a step that has a batch but has not ended is as if it had none."""
+        """A checkpoint, for the turn in which a step ended and what it listed was taken; chosen batches are undone."""
         return CoreState(
             version=self._version,
             batch_size=self.settings.batch_size,
             max_staleness=self.settings.max_staleness,
-            num_considered=self._sampler.num_considered,
             records=self._ledger.records(),
             totals=self._ledger.totals_copy(),
             lead_limit=self._lead.limit,
@@ -257,19 +255,18 @@ class DecisionCore:
         now_s: float,
         debug: bool,
     ) -> "DecisionCore":
-        """Continue from a checkpoint: what was in flight is given back and re-issued, without a try charged.
+        """Continue from a checkpoint. Nothing is served until `served` is called: a resumed trainer publishes first.
 
-        `restored_draw_ids`: the queued draws whose trajectories the caller still has; other queued ones are given
-        back too, as is the whole queue if the batch size or the bound has changed. Nothing is served until
-        `served` is called again: a resumed trainer publishes first.
+        `restored_draw_ids`: the draws of whose trajectories the caller still has all (queued) or some (in flight). The
+        others are given back and re-issued, without a try charged, as are all if batch size or bound have changed.
         """
         core = cls(settings=settings, sampler=sampler, debug=debug)
-        sampler.seek(state.num_considered)
+        sampler.seek(state.totals.considered)
         core._version = state.version
         core._choice.max_staleness_seen = state.max_staleness_seen
         core._lead.restore(state.lead_limit)
         core._ledger.restore(state.records, state.totals)
-        kept = restored_draw_ids if state.has_rule_of(settings) else ()
+        kept = state.going_on(settings, restored_draw_ids)
         core._ledger.interrupt(kept, version=state.version, now_s=now_s)
         core._checked()
         return core
@@ -282,6 +279,9 @@ class DecisionCore:
             version=self._version,
             served_version=self._served_version,
             chosen=self._choice.chosen,
+            sampler=self._sampler,
+            retry=self._retry,
+            lead=self._lead,
         )
 
     def _checked(self) -> None:

@@ -23,7 +23,7 @@ from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.trainer.coordinator.batch import Batch
 from asyppo_async.types import Float32Array
 
-_RULES: Mapping[str, TokenRuleKind] = {
+TOKEN_RULES: Mapping[str, TokenRuleKind] = {
     "none": "none",
     "icepop": "icepop",
     "icepop_mask": "icepop_mask",
@@ -32,6 +32,7 @@ _RULES: Mapping[str, TokenRuleKind] = {
     "importance": "importance",
     "kpop": "kpop",
 }
+"""By the names of `algorithm.mismatch`."""
 
 
 def mismatch_of(
@@ -44,7 +45,7 @@ def mismatch_of(
         torch.from_numpy(np.require(batch.behaviour_logprobs, requirements="W")),
         torch.from_numpy(batch.lengths),
         rule=TokenRule(
-            kind=_RULES[algorithm.mismatch], low=algorithm.mismatch_low, high=algorithm.mismatch_high
+            kind=TOKEN_RULES[algorithm.mismatch], low=algorithm.mismatch_low, high=algorithm.mismatch_high
         ),
         gates=[
             SequenceGate(kind=gate.kind, low=gate.low, high=gate.high) for gate in algorithm.sequence_gates

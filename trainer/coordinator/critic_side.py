@@ -65,6 +65,10 @@ class CriticSide:
         ends[:, batch.truncated] = values[:, extra]
         return CriticValues(of_tokens=values[:, ~extra], of_ends=ends)
 
+    async def values_of(self, sequences: TokenSequences, trace: Trace) -> NDArray[np.float32]:
+        """[M, N] of responses that are of no batch."""
+        return await self._forward(sequences, -1, trace)
+
     async def start_values(self, prompts: Sequence[Prompt], step: int, trace: Trace) -> dict[str, float]:
         """V(s_0) of prompts by id, the mean over critics: the value before a first token, whatever that is."""
         if not prompts:

@@ -1,12 +1,13 @@
 """Settings, reports and the checkpoint of the decision core."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import TypeAdapter
 
 from asyppo_async.errors import ConfigError
-from asyppo_async.trainer.coordinator.draws import DrawRecord, Fate, TokenUse, Totals
+from asyppo_async.trainer.coordinator.draws import DrawRecord, News, TokenUse, Totals
 from asyppo_async.trainer.coordinator.order import ChosenDraw
 
 Lead = Literal["saturated", "auto"]
@@ -62,7 +63,7 @@ class StepReport:
     step_s: float
     """From `begin_step` to `end_step`."""
     lead_limit: int
-    fates: tuple[Fate, ...]
+    news: News
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +73,28 @@ class CoreState:
     version: int
     batch_size: int
     max_staleness: int
-    num_considered: int
     records: tuple[DrawRecord, ...]
     totals: Totals
     lead_limit: int
     max_staleness_seen: int
+
+    def going_on(self, settings: DecisionSettings, restored_draw_ids: Collection[int]) -> set[int]:
+        """The draws that are still where they were: all that was restored of the queue, and what was restored of the
+        groups in flight, as many as may be, unless their step is past.
+
+        None where the queue was filled under another order rule.
+        """
+        if not self.has_rule_of(settings):
+            return set()
+        restored = [record for record in self.records if record.draw_id in restored_draw_ids]
+        in_flight = [
+            record.draw_id
+            for record in restored
+            if record.state == "in_flight"
+            and record.admission_version + settings.max_staleness >= self.version
+        ]
+        queued = [record.draw_id for record in restored if record.state != "in_flight"]
+        return {*queued, *in_flight[: settings.max_concurrent_groups]}
 
     def has_rule_of(self, settings: DecisionSettings) -> bool:
         """Whether the queue was filled under the same order rule."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from asyppo_async.trainer.coordinator.sampler import Candidate
+
 DrawState = Literal["in_flight", "queued", "chosen", "returned"]
 Answer = Literal["queued", "filtered", "returned", "dropped", "late"]
 """What a message about a draw did: `returned` means that `admit` gives out another attempt, `late` nothing."""
@@ -47,6 +49,8 @@ class DrawRecord:
     num_failures: int
     admission_version: int
     admitted_s: float
+    server: str = ""
+    """Where the attempt was sent last; empty: nowhere yet, or to several."""
     num_tokens: int = 0
     num_members: int = 0
     oldest_version: int = -1
@@ -81,6 +85,34 @@ class Fate:
     """The step that trained it, else the trainer's version of that moment."""
     num_tokens: int
     at_s: float
+
+
+def fate_of(record: DrawRecord, outcome: Outcome, reason: str, *, step: int, at_s: float) -> Fate:
+    """The end of an attempt as its record stands now."""
+    return Fate(
+        draw=record.draw, outcome=outcome, reason=reason, step=step, num_tokens=record.num_tokens, at_s=at_s
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consideration:
+    """A candidate as the ledger lists it."""
+
+    candidate: Candidate
+    draw_id: int | None
+    """The draw that it became; None: it was skipped."""
+    version: int
+    """Served at that moment."""
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What was listed since it was last asked for: row by row, for the run folder. The counts stay in the ledger."""
+
+    considered: tuple[Consideration, ...]
+    """In the order of their numbers."""
+    fates: tuple[Fate, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +188,14 @@ class Totals:
     dropped_by_reason: dict[str, int] = field(default_factory=dict)
     returned_by_reason: dict[str, int] = field(default_factory=dict)
     tokens_dropped_by_reason: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def considered(self) -> int:
+        """Candidates so far: where the sampler stands."""
+        return self.skipped + self.issued
+
+    @property
+    def num_fates(self) -> int:
+        """Attempts that have ended: rows that were listed of them."""
+        by_reason = (self.filtered_by_reason, self.dropped_by_reason, self.returned_by_reason)
+        return self.trained + sum(sum(counts.values()) for counts in by_reason)

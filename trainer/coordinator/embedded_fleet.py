@@ -35,8 +35,8 @@ if os.getppid() == int(sys.argv[1]):
 
 
 @asynccontextmanager
-async def embedded_fleet(config: TrainConfig, logs: Path) -> AsyncIterator[str]:
-    """Start `asyppo-fleet serve` for the actor's model on a free port; yields its address when it is ready.
+async def embedded_fleet(config: TrainConfig, logs: Path) -> AsyncIterator["ChildServer"]:
+    """Start `asyppo-fleet serve` for the actor's model on a free port; yields when it is ready.
 
     Args:
         config: The actor's model and type, the `fleet` section and the time to wait.
@@ -58,13 +58,28 @@ async def embedded_fleet(config: TrainConfig, logs: Path) -> AsyncIterator[str]:
         *("--drain-grace-s", str(DRAIN_GRACE_S)),
         *fleet.extra_args,
     ]
-    async with child_server(command, logs / "fleet.log", config.run.join_timeout_s) as address:
-        yield address
+    async with child_server(command, logs / "fleet.log", config.run.join_timeout_s) as server:
+        yield server
+
+
+class ChildServer:
+    """A server that is this process's child."""
+
+    def __init__(self, address: str, process: asyncio.subprocess.Process) -> None:
+        self.address = address
+        """host:port"""
+        self._process = process
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
 
 
 @asynccontextmanager
-async def child_server(command: Sequence[str], log: Path, ready_timeout_s: float) -> AsyncIterator[str]:
-    """Run a command that takes `--ready-file`, until the block is left; yields the `host:port` that it reports."""
+async def child_server(
+    command: Sequence[str], log: Path, ready_timeout_s: float
+) -> AsyncIterator[ChildServer]:
+    """Run a command that takes `--ready-file`, until the block is left; yields when it reports its address."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         start_bytes = output.tell()
@@ -73,7 +88,7 @@ async def child_server(command: Sequence[str], log: Path, ready_timeout_s: float
             address = await _address(process, ready, log, start_bytes, ready_timeout_s)
             _log.info("embedded fleet server is ready at %s", address)
             try:
-                yield address
+                yield ChildServer(address, process)
             finally:
                 if process.returncode is not None:
                     _log.error(

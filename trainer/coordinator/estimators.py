@@ -14,6 +14,7 @@ from torch import Tensor
 from asyppo_async.algorithms.advantages import gae, length_adaptive_lambda, whiten
 from asyppo_async.algorithms.confidence import confidence_value, initial_calibration, update_calibration
 from asyppo_async.algorithms.critic_data import crossfit_value
+from asyppo_async.algorithms.critic_parts import prompt_advantages, token_advantages
 from asyppo_async.algorithms.critics import ensemble_value
 from asyppo_async.algorithms.evpo import gated_advantages
 from asyppo_async.algorithms.group_advantages import (
@@ -32,6 +33,7 @@ from asyppo_async.algorithms.trust_masks import gepo_entropy_scale, track_entrop
 from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.trainer.coordinator.batch import Batch
 from asyppo_async.trainer.coordinator.memory import StepMemory
+from asyppo_async.types import Float32Array
 
 _GEPO_LOW_WIDTH, _GEPO_HIGH_WIDTH = 0.2, 0.3
 _GEPO_LOW_FACTOR, _GEPO_HIGH_FACTOR = 0.5, 0.2
@@ -49,6 +51,8 @@ class Baselines:
     """[M, B] V(s_T), under `truncated = bootstrap`."""
     priors: NDArray[np.float64] | None = None
     """[B] running success rate of the prompt before each response (SPO)."""
+    reference_logprobs: Float32Array | None = None
+    """[N] of the frozen reference; read where its KL is a cost in the advantages."""
 
 
 def advantages_of(
@@ -123,6 +127,8 @@ def _from_critics(
     lengths = torch.from_numpy(batch.lengths)
     values = baseline_values(batch, torch.from_numpy(baselines.values), algorithm, memory)
     ends = ends_of(batch, values, algorithm, baselines.end_values)
+    if algorithm.critic_use == "prompt":
+        return prompt_advantages(ends.rewards, values, lengths)
     if algorithm.estimator == "evpo":
         return gated_advantages(
             spread(ends.rewards, lengths),
@@ -133,11 +139,19 @@ def _from_critics(
             threshold=algorithm.evpo_threshold,
         ).advantages
     lambda_ = (
-        length_adaptive_lambda(lengths, algorithm.lambda_alpha)
-        if algorithm.lambda_actor == "adaptive"
-        else algorithm.lambda_actor
+        actor_lambda(lengths, algorithm) if algorithm.lambda_actor == "adaptive" else algorithm.lambda_actor
     )
-    return gae(ends.rewards, values, lengths, lambda_, bootstrap_values=ends.bootstrap_values)
+    advantages = gae(ends.rewards, values, lengths, lambda_, bootstrap_values=ends.bootstrap_values)
+    if algorithm.critic_use == "token":
+        return token_advantages(advantages, ends.rewards, lengths)
+    return advantages
+
+
+def actor_lambda(lengths: Tensor, algorithm: AlgorithmSection) -> Tensor:
+    """[B] lambda of each response's advantages."""
+    if algorithm.lambda_actor == "adaptive":
+        return length_adaptive_lambda(lengths, algorithm.lambda_alpha)
+    return torch.full(lengths.shape, algorithm.lambda_actor)
 
 
 def baseline_values(batch: Batch, values: Tensor, algorithm: AlgorithmSection, memory: StepMemory) -> Tensor:

@@ -43,6 +43,12 @@ class LeadController:
         if self._lead == "auto":
             self._limit = min(self._most, max(self._least, limit))
 
+    def check(self) -> None:
+        """Raises `AssertionError` if the limit has left its bounds."""
+        assert self._least <= self._limit <= self._most, (
+            f"the lead lies between {self._least} and {self._most} groups, got {self._limit}"
+        )
+
     def batch_ahead_wanted(self) -> None:
         """A step now ends only when the next one has its batch too, so two batches must fit into the lead."""
         self._least = min(self._most, 2 * self._batch_size)

@@ -6,16 +6,19 @@ Legend: B responses, N = sum of T response tokens.
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from asyppo_async.algorithms.composition import check_ratio_use
 from asyppo_async.algorithms.mismatch import MismatchCorrection
-from asyppo_async.algorithms.packed import segment_mean, segment_sum, spread
+from asyppo_async.algorithms.packed import neutralise, segment_sum, suffix_sum
 from asyppo_async.algorithms.policy_losses import PolicyLoss
-from asyppo_async.algorithms.sequence_losses import group_expectation_logs
+from asyppo_async.algorithms.sequence_losses import group_expectation_reference
 from asyppo_async.algorithms.token_age import approximate_proximal
 from asyppo_async.algorithms.token_classes import TokenMasks
 from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.checks import OVER_BEHAVIOUR
 from asyppo_async.trainer.coordinator.batch import Batch
+from asyppo_async.trainer.coordinator.correction import TOKEN_RULES
 from asyppo_async.trainer.coordinator.mini_batches import counts_of_steps
 from asyppo_async.trainer.worker.messages import MiniBatches, PositiveLikelihood
 from asyppo_async.types import Float32Array
@@ -40,10 +43,15 @@ def reference_of(
     proximal_logprobs: Float32Array,
     algorithm: AlgorithmSection,
 ) -> Float32Array:
-    """[N] log-probs that the ratio of the loss is over."""
+    """[N] log-probs that the ratio of the loss is over.
+
+    Raises:
+        ConfigError: The mismatch would be counted twice, which a configuration that was checked does not ask for.
+    """
     if algorithm.loss == "gepo_expectation":
         return _group_expectation(batch, mismatch, length_normalised=algorithm.gepo_length_normalised)
     if algorithm.loss_reference == "behaviour" or algorithm.loss in OVER_BEHAVIOUR:
+        check_ratio_use("behaviour", TOKEN_RULES[algorithm.mismatch])
         return batch.behaviour_logprobs
     return proximal_logprobs
 
@@ -72,20 +80,37 @@ def positives_of(
     )
 
 
+def reference_for_loss(
+    reference_logprobs: Float32Array | None, algorithm: AlgorithmSection
+) -> Float32Array | None:
+    """[N] that the loss's KL is over; None where that KL is a cost in the advantages, or none is asked for."""
+    return None if algorithm.kl_estimator == "k1" else reference_logprobs
+
+
+def divergence_to_go(
+    proximal_logprobs: Float32Array, reference_logprobs: Float32Array, lengths: Tensor
+) -> Tensor:
+    """[N] sum over the rest of the response of k1 = log pi_old - log pi_ref; a token without both counts 0.
+
+    As a cost of every token from here on its score-function gradient is that of the KL of whole responses.
+    """
+    difference = torch.from_numpy(proximal_logprobs.astype(np.float64) - reference_logprobs)
+    return suffix_sum(neutralise(difference, difference.isfinite()), lengths).float()
+
+
 def _group_expectation(
     batch: Batch, mismatch: MismatchCorrection, *, length_normalised: bool
 ) -> Float32Array:
     """[N] log E_q[q] of the group, spread so that the sum (or mean) over a response's tokens gives it back."""
-    lengths = torch.from_numpy(batch.lengths)
-    logs = torch.from_numpy(np.require(batch.behaviour_logprobs, requirements="W"))
-    measured = torch.where(mismatch.measured, logs, torch.zeros_like(logs))
-    of_responses = (
-        segment_mean(measured.double(), lengths, mismatch.measured)
-        if length_normalised
-        else segment_sum(measured.double(), lengths)
+    reference: Float32Array = (
+        group_expectation_reference(
+            torch.from_numpy(np.require(batch.behaviour_logprobs, requirements="W")),
+            torch.from_numpy(batch.lengths),
+            torch.from_numpy(batch.group_ids),
+            mismatch.measured,
+            length_normalised=length_normalised,
+        )
+        .float()
+        .numpy()
     )
-    expectation = group_expectation_logs(of_responses, torch.from_numpy(batch.group_ids))
-    if not length_normalised:
-        expectation = expectation / segment_sum(mismatch.measured, lengths).clamp(min=1)
-    spread_out: NDArray[np.float32] = spread(expectation.float(), lengths).numpy()
-    return spread_out
+    return reference

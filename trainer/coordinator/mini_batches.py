@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyppo_async.algorithms.aggregation import LossAggregation, denominator
-from asyppo_async.trainer.coordinator.batch import token_rows
+from asyppo_async.algorithms.aggregation import LossAggregation, counted_tokens, denominator_of_counts
 from asyppo_async.trainer.worker.messages import MiniBatches
 
 
@@ -38,21 +37,16 @@ def plan_mini_batches(
         responses_counted: [N] bool, tokens that make their response count; None: `counted`.
         max_length: Longest possible response.
     """
-    presence = counted if responses_counted is None else responses_counted
+    of_responses = torch.from_numpy(lengths)
+    tokens = counted_tokens(of_responses, counted)
+    present = tokens if responses_counted is None else counted_tokens(of_responses, responses_counted)
     parts: list[NDArray[np.int64]] = []
     denominators: list[float] = []
     for _ in range(epochs):
         for rows in np.array_split(generator.permutation(len(lengths)), num_per_epoch):
-            tokens = torch.from_numpy(token_rows(lengths, rows))
             parts.append(rows)
             denominators.append(
-                denominator(
-                    mode,
-                    torch.from_numpy(lengths[rows]),
-                    counted[tokens],
-                    max_length=max_length,
-                    responses_counted=presence[tokens],
-                )
+                denominator_of_counts(mode, tokens[rows], present[rows], max_length=max_length)
             )
     return MiniBatches(
         sequence_indices=np.concatenate(parts).astype(np.int32),

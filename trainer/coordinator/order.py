@@ -8,6 +8,7 @@ them can still be on time.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 
 from asyppo_async.trainer.coordinator.draws import Draw, DrawRecord
 
@@ -41,6 +42,11 @@ class Chosen:
     """Tokens of an older version are class *stale*: no weight in the policy update."""
     waited_s: float
     """From the first request for this batch until now."""
+
+    @property
+    def in_flight_s(self) -> float:
+        """Mean over the groups, from admission to completion."""
+        return fmean(chosen.in_flight_s for chosen in self.draws)
 
     @property
     def num_tokens(self) -> int:

@@ -1,14 +1,16 @@
-"""What a selecting sampler asks about a candidate: DAPS, SPO, PCL and GRESO, and the verdict on a group."""
+"""What a selecting sampler asks about a candidate: DAPS, SPO, PCL and GRESO."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from asyppo_async.algorithms.daps import (
     DapsDecision,
     DapsSettings,
     OutcomeCounts,
+    critic_probability,
     decide,
+    success_of,
     summarise,
 )
 from asyppo_async.algorithms.dynamic_sampling import judge_group
@@ -17,32 +19,17 @@ from asyppo_async.algorithms.prompt_values import closest_to_target
 from asyppo_async.algorithms.seeded import seeded_uniform
 from asyppo_async.config.selection import SelectionSection
 from asyppo_async.metrics import Metrics
+from asyppo_async.trainer.coordinator.choice_protocol import (
+    CandidateOf,
+    ChoiceState,
+    Considered,
+    num_correct,
+)
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.types import Group
 
 _GRESO_LEAST, _GRESO_MOST = 0.05, 0.95
 """Limits of GRESO's base probabilities."""
-
-
-class Choice(Protocol):
-    """What a selecting sampler asks about the candidate of a given number."""
-
-    num_scored: int
-    """Candidates ahead whose V(s_0) the choice wants to know."""
-
-    def accepts(self, number: int, prompt_id: str) -> bool: ...
-
-    def record(self, group: Group) -> None:
-        """A group came back with its verdicts."""
-        ...
-
-    def end_step(self, optimizer_steps: int) -> None:
-        """A training step has ended."""
-        ...
-
-    def metrics(self) -> Metrics:
-        """What was decided since the last call."""
-        ...
 
 
 @dataclass(slots=True)
@@ -61,7 +48,7 @@ class DapsChoice:
     def __post_init__(self) -> None:
         self._counts = OutcomeCounts(decay=self.section.decay)
 
-    def accepts(self, number: int, prompt_id: str) -> bool:
+    def consider(self, number: int, prompt_id: str) -> Considered:
         decision = decide(
             self.seed,
             number,
@@ -76,10 +63,16 @@ class DapsChoice:
             ),
         )
         self.decisions.append(decision)
-        return decision.accepted
+        return Considered(
+            accepted=decision.accepted,
+            acceptance=decision.probability,
+            success_estimate=decision.success_estimate,
+        )
 
     def record(self, group: Group) -> None:
-        self._counts.add(group.prompt.id, successes=num_correct(group), trials=len(group.trajectories))
+        partial = self.section.partial_rewards
+        successes = sum(success_of(one.reward, partial) for one in group.trajectories)
+        self._counts.add(group.prompt.id, successes=successes, trials=len(group.trajectories))
 
     def end_step(self, optimizer_steps: int) -> None:
         self._step += optimizer_steps if self.section.schedule_unit == "gradient_step" else 1
@@ -92,7 +85,24 @@ class DapsChoice:
             "selection/probability_mean": summary.mean_probability,
             "selection/candidates_per_accepted": summary.candidates_per_accepted,
             "selection/accepted_middle_share": summary.accepted_middle_share,
+            "selection/accepted_trials_mean": summary.accepted_trials,
+            **{
+                f"selection/candidates_tenth_{tenth}": float(number)
+                for tenth, number in enumerate(summary.success_histogram, 1)
+            },
         }
+
+    def frozen(self) -> "DapsChoice":
+        other = copy(self)
+        other._counts = self._counts.copy()
+        return other
+
+    def state(self) -> ChoiceState:
+        return ChoiceState(outcomes=self._counts.snapshot(), step=self._step)
+
+    def restore(self, state: ChoiceState) -> None:
+        self._counts = OutcomeCounts(decay=self.section.decay, outcomes=state.outcomes)
+        self._step = state.step
 
 
 @dataclass(slots=True)
@@ -103,8 +113,13 @@ class SpoChoice:
     table: PromptTable
     num_scored: int = 0
 
-    def accepts(self, number: int, prompt_id: str) -> bool:
-        return seeded_uniform(self.seed, "spo", number) < self.table.weight_of(prompt_id)
+    def consider(self, number: int, prompt_id: str) -> Considered:
+        weight = self.table.weight_of(prompt_id)
+        return Considered(
+            accepted=seeded_uniform(self.seed, "spo", number) < weight,
+            acceptance=weight,
+            success_estimate=self.table.value_of(prompt_id),
+        )
 
     def record(self, group: Group) -> None:
         """The estimator updates the table, in the order of training."""
@@ -115,12 +130,22 @@ class SpoChoice:
     def metrics(self) -> Metrics:
         return {}
 
+    def frozen(self) -> "SpoChoice":
+        return self
+
+    def state(self) -> ChoiceState:
+        """Nothing: the table is kept for itself."""
+        return ChoiceState()
+
+    def restore(self, state: ChoiceState) -> None:
+        pass
+
 
 @dataclass(slots=True)
 class PclChoice:
     """The prompts nearest to the target out of each block of candidates; a block is decided at its first one."""
 
-    sampler_candidate: "CandidateOf"
+    sampler_candidate: CandidateOf
     section: SelectionSection
     scores: Mapping[str, float]
     batch_prompts: int
@@ -128,7 +153,8 @@ class PclChoice:
     _block: int = -1
     _taken: frozenset[int] = frozenset()
 
-    def accepts(self, number: int, prompt_id: str) -> bool:
+    def consider(self, number: int, prompt_id: str) -> Considered:
+        """Nothing is drawn by lot: within its block a candidate is taken for certain, or not at all."""
         size = self.batch_prompts * self.section.pcl_candidates
         block, place = divmod(number, size)
         if block != self._block:
@@ -138,7 +164,12 @@ class PclChoice:
             self._taken = frozenset(
                 closest_to_target(values, self.batch_prompts, target=self.section.pcl_target)
             )
-        return place in self._taken
+        taken, value = place in self._taken, self.scores.get(prompt_id)
+        return Considered(
+            accepted=taken,
+            acceptance=float(taken),
+            success_estimate=None if value is None else critic_probability(value),
+        )
 
     def record(self, group: Group) -> None:
         pass
@@ -149,11 +180,14 @@ class PclChoice:
     def metrics(self) -> Metrics:
         return {}
 
+    def frozen(self) -> "PclChoice":
+        return copy(self)
 
-class CandidateOf(Protocol):
-    """The prompt of the candidate of a number."""
+    def state(self) -> ChoiceState:
+        return ChoiceState(block=self._block, taken=tuple(sorted(self._taken)))
 
-    def __call__(self, number: int) -> str: ...
+    def restore(self, state: ChoiceState) -> None:
+        self._block, self._taken = state.block, frozenset(state.taken)
 
 
 @dataclass(slots=True)
@@ -169,22 +203,28 @@ class GresoChoice:
     _epoch: int = 0
 
     def __post_init__(self) -> None:
+        start = self.section.greso_start
+        self._greso = Greso(self._settings, GresoProbabilities(easy=start, hard=start))
+
+    @property
+    def _settings(self) -> GresoSettings:
         section = self.section
-        self._greso = Greso(
-            GresoSettings(
-                explore_floor=section.greso_floor,
-                target_easy=section.greso_target_easy,
-                target_hard=section.greso_target_hard,
-                probability_step=section.greso_step,
-                probability_min=_GRESO_LEAST,
-                probability_max=_GRESO_MOST,
-            ),
-            GresoProbabilities(easy=section.greso_start, hard=section.greso_start),
+        return GresoSettings(
+            explore_floor=section.greso_floor,
+            target_easy=section.greso_target_easy,
+            target_hard=section.greso_target_hard,
+            probability_step=section.greso_step,
+            probability_min=_GRESO_LEAST,
+            probability_max=_GRESO_MOST,
         )
 
-    def accepts(self, number: int, prompt_id: str) -> bool:
+    def consider(self, number: int, prompt_id: str) -> Considered:
         self._epoch = number // self.num_prompts
-        return not self._greso.skips(prompt_id, seed=self.seed, draw=number)
+        return Considered(
+            accepted=not self._greso.skips(prompt_id, seed=self.seed, draw=number),
+            acceptance=1 - self._greso.skip_probability(prompt_id),
+            success_estimate=None,
+        )
 
     def record(self, group: Group) -> None:
         right, size = num_correct(group), len(group.trajectories)
@@ -208,13 +248,21 @@ class GresoChoice:
             "selection/greso_hard": probabilities.hard,
         }
 
+    def frozen(self) -> "GresoChoice":
+        other = copy(self)
+        other._greso, other._verdicts = self._greso.copy(), self._verdicts.copy()
+        return other
 
-def num_correct(group: Group) -> int:
-    """Right answers by the binary verdict, not by a shaped reward."""
-    return sum(trajectory.reward >= 1 for trajectory in group.trajectories)
+    def state(self) -> ChoiceState:
+        return ChoiceState(
+            runs=self._greso.snapshot(),
+            probabilities=self._greso.probabilities,
+            verdicts=self._verdicts,
+            epoch=self._epoch,
+        )
 
-
-def teaches_nothing(group: Group) -> str | None:
-    """`all_right` or `all_wrong`, or None for a group whose responses differ."""
-    verdict = judge_group(num_correct(group), len(group.trajectories))
-    return None if verdict == "kept" else verdict
+    def restore(self, state: ChoiceState) -> None:
+        if state.probabilities is not None:
+            self._greso = Greso(self._settings, state.probabilities, state.runs)
+        self._verdicts |= state.verdicts
+        self._epoch = state.epoch

@@ -4,10 +4,14 @@ D, how far the policy has moved since a prompt was last tried, is the sum of the
 the steps in between: one clock for all prompts instead of a forward on each.
 """
 
+from dataclasses import dataclass, field
+from typing import Self
+
 import numpy as np
 from numpy.typing import NDArray
 
 from asyppo_async.algorithms.prompt_values import (
+    PromptValue,
     PromptValues,
     forget_factor,
     initial_trials,
@@ -18,6 +22,15 @@ from asyppo_async.trainer.coordinator.batch import Batch
 
 _START_RATE = 0.5
 """Success rate that a prompt starts with: there are no offline samples in this version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTableState:
+    """What a checkpoint keeps of the table."""
+
+    clock: float = 0.0
+    values: tuple[PromptValue, ...] = ()
+    tried: dict[str, float] = field(default_factory=dict)
 
 
 class PromptTable:
@@ -32,6 +45,19 @@ class PromptTable:
     def advance(self, divergence: float) -> None:
         """The actor has moved so many nats a token."""
         self._clock += max(0.0, divergence)
+
+    def copy(self) -> Self:
+        """As of now, whatever is tried later: quick, so that `state` of it can be made elsewhere."""
+        other = type(self)(self._settings)
+        other._clock, other._values, other._tried = self._clock, self._values.copy(), self._tried.copy()
+        return other
+
+    def state(self) -> PromptTableState:
+        return PromptTableState(clock=self._clock, values=self._values.snapshot(), tried=self._tried)
+
+    def restore(self, state: PromptTableState) -> None:
+        """Go on from what a checkpoint kept."""
+        self._clock, self._values, self._tried = state.clock, PromptValues(state.values), dict(state.tried)
 
     def value_of(self, prompt_id: str) -> float:
         """Success rate of the prompt as known now."""

@@ -19,6 +19,8 @@ LARGEST_FLOOR: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.1}
 class Timings:
     """Seconds of each phase; of several servers the slowest."""
 
+    session_s: float
+    """Meeting anew, where other members take part than before; next to nothing otherwise."""
     stage_s: float
     """All bytes, beside generation; from the first request to the last answer."""
     gather_s: float
@@ -40,7 +42,9 @@ class Timings:
 class Publication:
     version: int
     num_bytes: int
-    """On the wire to each server, of the last attempt."""
+    """On the wire to each server, or in files, of the last attempt."""
+    full_bytes: int
+    """Of all tensors."""
     attempts: int
     timings: Timings
     """Of the last attempt."""
@@ -60,17 +64,29 @@ class Publication:
         return combined([server.sampled for server in self.servers])
 
     @property
+    def long(self) -> ProbeGap:
+        """Over all servers: the long sequence; no tokens where this publication had none."""
+        return combined([server.long for server in self.servers])
+
+    @property
     def mean_gap(self) -> float:
-        """Of the worse half of the worst server; what the bound is compared with."""
+        """Of the worst part of the worst server; what the bound is compared with."""
         return max(server.mean for server in self.servers)
 
     def finished(self, total_s: float) -> Self:
         return replace(self, total_s=total_s)
 
     def metrics(self) -> Metrics:
-        timings, fixed, sampled = self.timings, self.fixed, self.sampled
+        timings, fixed, sampled, long = self.timings, self.fixed, self.sampled, self.long
+        of_long = {
+            "probe/long_gap_mean_nats": long.mean,
+            "probe/long_gap_max_nats": long.max,
+            "probe/long_tokens": float(long.num_tokens),
+        }
         return {
             "weights/publication_s": self.total_s,
+            "weights/servers": float(len(self.servers)),
+            "weights/session_s": timings.session_s,
             "weights/stage_s": timings.stage_s,
             "weights/gather_s": timings.gather_s,
             "weights/wire_s": timings.wire_s,
@@ -81,6 +97,7 @@ class Publication:
             "weights/probe_s": timings.probe_s,
             "weights/score_s": timings.score_s,
             "weights/sent_bytes": float(self.num_bytes),
+            "weights/full_bytes": float(self.full_bytes),
             "weights/attempts": float(self.attempts),
             "probe/fixed_gap_mean_nats": fixed.mean,
             "probe/fixed_gap_max_nats": fixed.max,
@@ -89,7 +106,7 @@ class Publication:
             "probe/fresh_gap_max_nats": sampled.max,
             "probe/fresh_tokens": float(sampled.num_tokens),
             "probe/bound_nats": self.bound,
-        }
+        } | (of_long if long.num_tokens else {})
 
 
 def bound_from(floor: float, dtype: Dtype) -> float:

@@ -11,19 +11,35 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asyppo_async.config.sections import WeightsSection
-from asyppo_async.errors import WeightSyncError
+from asyppo_async.errors import AsyppoError, FleetOverloaded, WeightSyncError
 from asyppo_async.rpc.calls import CommitReport, ProbeReport, StageReport
-from asyppo_async.trainer.coordinator.membership import Fleet, Member
+from asyppo_async.rpc.member import Member
+from asyppo_async.trainer.coordinator.membership import Fleet
+from asyppo_async.trainer.coordinator.membership_state import Sending
 from asyppo_async.trainer.coordinator.pace import Pace
-from asyppo_async.trainer.coordinator.probing import ProbePlan, ServerGap, check_fresh, gaps_of
+from asyppo_async.trainer.coordinator.probing import (
+    LongTurns,
+    ProbePlan,
+    ServerGap,
+    check_fresh,
+    gaps_of,
+    worst_of,
+)
 from asyppo_async.trainer.coordinator.publication import Publication, Timings, bound_from
 from asyppo_async.trainer.coordinator.together import beside, together
-from asyppo_async.trainer.coordinator.weight_session import EPOCH, WeightSender, phase, weight_session
-from asyppo_async.trainer.worker.messages import SendResult
+from asyppo_async.trainer.coordinator.weight_session import (
+    WeightSender,
+    WeightSession,
+    phase,
+    weight_session,
+)
+from asyppo_async.trainer.worker.session_messages import SendResult
 from asyppo_async.weights.manifest import Manifest
 
 _log = logging.getLogger(__name__)
 
+NUM_FLOOR_PROBES = 3
+"""Of the first publication: what is sampled differs, and the largest gap of three is the floor."""
 NUM_ATTEMPTS = 2
 """A failed probe is followed by one complete repeat: all bytes again, then a verdict that is final."""
 
@@ -38,7 +54,7 @@ async def open_publisher(
     host: str,
     version: int,
 ) -> AsyncIterator["Publisher"]:
-    """Open the weight session and publish `version` to every server, whatever it serves.
+    """Open a weight session and publish `version` to every server, whatever it serves.
 
     The gap of this first publication is the floor of engine against trainer: nothing was trained between the two.
 
@@ -54,8 +70,8 @@ async def open_publisher(
         WeightSyncError: a server has other tensors, did not join, or failed the first publication.
     """
     manifest = await sender.manifest()
-    async with weight_session(sender, fleet, settings, manifest, host):
-        publisher = Publisher(sender, fleet, settings, plan, manifest)
+    async with weight_session(sender, fleet.run, settings, manifest, host) as session:
+        publisher = Publisher(session, sender, fleet, settings, plan, manifest)
         publisher.first = first = await publisher.publish(version)
         _log.info("first publication: gap %.2e nats, bound %.2e", first.mean_gap, first.bound)
         yield publisher
@@ -66,12 +82,14 @@ class Publisher:
 
     def __init__(
         self,
+        session: WeightSession,
         sender: WeightSender,
         fleet: Fleet,
         settings: WeightsSection,
         plan: ProbePlan,
         manifest: Manifest,
     ) -> None:
+        self._session = session
         self._sender = sender
         self._fleet = fleet
         self._settings = settings
@@ -80,63 +98,119 @@ class Publisher:
         self._pace = Pace(settings.min_deadline_s, manifest.num_bytes)
         self.first: Publication | None = None
         """The one that found the floor."""
+        self._long_turns = LongTurns(settings.probe_long_every)
 
     async def publish(self, version: int) -> Publication:
-        """Send the weights as they are, under the number `version`.
+        """Send the weights as they are, under the number `version`, to every member that takes part.
+
+        Where a member is lost on the way, or fails by itself, the version is sent again at once to the others. The
+        first publication waits for a server that is within a load, as long as a commit may take.
 
         Raises:
             WeightSyncError: names the server, the phase and the gap or the server's own words.
         """
+        left_out: set[str] = set()
+        loaded_by_s = time.monotonic() + self._pace.deadline_s("commit")
+        while True:
+            async with self._fleet.sending(version) as sending:
+                try:
+                    return await self._send(sending)
+                except AsyppoError as error:
+                    if self._is_in_a_load(error) and time.monotonic() < loaded_by_s:
+                        _log.warning("%s; version %d waits for it", error, version)
+                        continue
+                    # A round without a loss, or with nobody left, would fail again.
+                    all_there = await self._fleet.are_there(sending.names)
+                    if all_there and not self._leave_out(error.server, left_out):
+                        raise
+                    if not self._fleet.state.taking_part:
+                        raise
+                    _log.warning("%s; version %d is sent again to the others", error, version)
+
+    async def set_version(self, version: int) -> Publication | None:
+        """Tell the new number of unchanged weights; no byte is sent, except where a member has older ones."""
+        async with self._fleet.renumbering(version) as members:
+            with phase("set version", version):
+                await together(
+                    [
+                        member.client.weights.set_version(
+                            self._session.epoch, version, self._settings.min_deadline_s
+                        )
+                        for member in members
+                    ]
+                )
+        return None if members else await self.publish(version)
+
+    def _is_in_a_load(self, error: AsyppoError) -> bool:
+        """A trainer that died left a server in the middle of a commit. Later in a run such a server can do without."""
+        return self.first is None and isinstance(error.__cause__, FleetOverloaded)
+
+    def _leave_out(self, server: str | None, left_out: set[str]) -> bool:
+        """Do without a server that is there and failed; it may come back as a joiner, not within this publication."""
+        if server is None or server in left_out or self._settings.on_failed_server == "fail":
+            return False
+        left_out.add(server)
+        return self._fleet.leave_out(server)
+
+    async def _send(self, sending: Sending) -> Publication:
         started_s = time.monotonic()
+        version, members = sending.version, self._fleet.named(sending.names)
+        await self._session.meet(members, sending.epoch)
+        self._fleet.state.met(sending)
+        met_s = time.monotonic()
         for attempt in range(1, NUM_ATTEMPTS + 1):
-            publication = await self._attempt(version, attempt)
+            publication = await self._attempt(sending, attempt, met_s - started_s)
             verdicts = [gap.mean <= publication.bound for gap in publication.servers]
             with phase("verdict", version):
                 await together(
                     [
-                        member.client.verdict(EPOCH, version, passed, self._settings.min_deadline_s)
-                        for member, passed in zip(self._fleet.members, verdicts, strict=True)
+                        member.client.weights.verdict(
+                            self._session.epoch, version, passed, self._settings.min_deadline_s
+                        )
+                        for member, passed in zip(members, verdicts, strict=True)
                     ]
                 )
             if all(verdicts):
+                self._fleet.state.completed(sending)
+                self._long_turns.passed(sending.epoch)
                 return publication.finished(time.monotonic() - started_s)
-            words = _words(publication.servers[verdicts.index(False)], publication.bound)
+            words = publication.servers[verdicts.index(False)].words(publication.bound)
             _log.warning("publication of version %d, attempt %d: %s", version, attempt, words)
-        raise WeightSyncError(
+        failure = WeightSyncError(
             f"publication of version {version}: phase probe: {words}; a complete repeat did not change that"
         )
+        if any(verdicts):  # else what they have in common is the trainer
+            failure.server = members[verdicts.index(False)].address
+        raise failure
 
-    async def set_version(self, version: int) -> None:
-        """Tell every server the new number of unchanged weights; no byte is sent."""
-        with phase("set version", version):
-            await together(
-                [
-                    member.client.set_version(EPOCH, version, self._settings.min_deadline_s)
-                    for member in self._fleet.members
-                ]
-            )
-
-    async def _attempt(self, version: int, attempt: int) -> Publication:
-        members = self._fleet.members
+    async def _attempt(self, sending: Sending, attempt: int, session_s: float) -> Publication:
+        version, members, plan = sending.version, self._session.members, self._plan
+        with_long = self._long_turns.is_due(sending.epoch)
         started_s = time.monotonic()
-        sent = await self._stage(version)
+        if self._settings.way == "direct":
+            self._fleet.state.loading(sending)
+        sent = await self._stage(version, complete=attempt > 1)
         staged_s = time.monotonic()
+        self._fleet.state.loading(sending)
         with phase("commit", version):
             # The actor scores what it can while the servers load; theirs is what holds tokens back.
             fixed, loads = await beside(
-                self._sender.forward(self._plan.fixed_request()),
-                [self._load(member, version, sent) for member in members],
+                self._sender.forward(plan.fixed_request(with_long=with_long)),
+                [self._load(member, version, sent, with_long) for member in members],
             )
         loaded_s = time.monotonic()
-        probes = [load.probe for load in loads]
+        probes = [probe for load in loads for probe in load.probes]
         with phase("score", version):
-            sampled = await self._sender.forward(self._plan.sampled_request(probes))
-        servers = gaps_of([member.address for member in members], probes, fixed, sampled)
+            sampled = await self._sender.forward(plan.sampled_request(probes))
+        names = [member.address for member, load in zip(members, loads, strict=True) for _ in load.probes]
+        servers = worst_of(gaps_of(names, probes, fixed, sampled, len(plan.fixed)))
         return Publication(
             version=version,
             num_bytes=sent.num_bytes,
+            full_bytes=self._manifest.num_bytes,
             attempts=attempt,
             timings=Timings(
+                session_s=session_s,
                 stage_s=staged_s - started_s,
                 gather_s=sent.gather_s,
                 wire_s=sent.wire_s,
@@ -152,37 +226,41 @@ class Publisher:
             bound=self._bound(servers),
         )
 
-    async def _stage(self, version: int) -> SendResult:
-        """All bytes to all servers, while they generate."""
-        members = self._fleet.members
+    async def _stage(self, version: int, *, complete: bool) -> SendResult:
+        """What the way sends, to all servers."""
         with phase("stage", version), self._pace.timed("stage"):
-            deadline_s = self._pace.deadline_s("stage")
-            sent, staged = await beside(
-                self._sender.send_weights(version, deadline_s),
-                [member.client.stage(EPOCH, version, deadline_s) for member in members],
+            sent, staged = await self._session.deliver(
+                version, self._pace.deadline_s("stage"), complete=complete
             )
-            for member, report in zip(members, staged, strict=True):
-                self._check_bytes(member, sent, report)
+            if self._settings.way != "direct":  # its workers compare at the commit
+                for member, report in zip(self._session.members, staged, strict=True):
+                    self._check_bytes(member, sent, report)
         return sent
 
-    async def _load(self, member: Member, version: int, sent: SendResult) -> "_Load":
+    async def _load(self, member: Member, version: int, sent: SendResult, with_long: bool) -> "_Load":
         """One server's commit and probe."""
-        client, plan, pace = member.client, self._plan, self._pace
+        client, plan, pace, epoch = member.client, self._plan, self._pace, self._session.epoch
         started_s = time.monotonic()
         with phase("commit", version), pace.timed("commit"):
-            commit = await client.commit(
-                EPOCH, version, sent.checksums, self._settings.kv_on_update, pace.deadline_s("commit")
+            commit = await client.weights.commit(
+                epoch, version, sent.checksums, self._settings.kv_on_update, pace.deadline_s("commit")
             )
         committed_s = time.monotonic()
-        with phase("probe", version), pace.timed("probe"):
-            probe = await client.probe(
-                EPOCH, version, plan.fixed, plan.prompts, plan.sampling, pace.deadline_s("probe")
-            )
-            check_fresh(member.address, version, probe)
+        probes = []
+        for index in range(NUM_FLOOR_PROBES if self.first is None else 1):
+            fixed = plan.scored(
+                with_long=with_long and index == 0
+            )  # the prefill of the same tokens is the same
+            with phase("probe", version), pace.timed("probe"):
+                probe = await client.weights.probe(
+                    epoch, version, fixed, plan.prompts, plan.sampling, pace.deadline_s("probe")
+                )
+                check_fresh(member.address, version, probe)
+            probes.append(probe)
         return _Load(
             commit=commit,
             commit_s=committed_s - started_s,
-            probe=probe,
+            probes=tuple(probes),
             probe_s=time.monotonic() - committed_s,
         )
 
@@ -198,23 +276,18 @@ class Publisher:
             return
         pairs = zip(self._manifest.tensors, sent.checksums, staged.checksums, strict=False)
         names = [spec.name for spec, ours, theirs in pairs if ours != theirs]
-        raise WeightSyncError(
+        failure = WeightSyncError(
             f"server {member.address} received other bytes than were sent: {len(names)} of "
             f"{len(self._manifest.tensors)} tensors differ, the first is {names[0] if names else 'missing'}"
         )
+        failure.server = member.address
+        raise failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
     commit: CommitReport
     commit_s: float
-    probe: ProbeReport
+    probes: tuple[ProbeReport, ...]
     probe_s: float
-
-
-def _words(gap: ServerGap, bound: float) -> str:
-    return (
-        f"server {gap.address}: engine and trainer differ by {gap.mean:.3g} nats on average (prefill "
-        f"{gap.fixed.mean:.3g}, sampled {gap.sampled.mean:.3g}, worst token "
-        f"{max(gap.fixed.max, gap.sampled.max):.3g}), the bound is {bound:.3g}"
-    )
+    """Of all of them."""

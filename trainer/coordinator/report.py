@@ -1,31 +1,24 @@
 """What a step measured, as one flat row of `area/name_unit` numbers (`algorithms.md` section 10)."""
 
 import numpy as np
-import torch
 
-from asyppo_async.algorithms.metrics import (
-    StalenessStatistics,
-    explained_variance_sums,
-    ratio_statistics,
-    staleness_statistics,
-    value_std_quantiles,
-)
-from asyppo_async.algorithms.token_classes import TokenClassCounts, count_classes
+from asyppo_async.algorithms.token_classes import count_classes
 from asyppo_async.metrics import Metrics, mean_of, merge
-from asyppo_async.trainer.coordinator.draws import TokenUse
+from asyppo_async.trainer.coordinator.draws import LedgerCounts, TokenCounts, TokenUse
+from asyppo_async.trainer.coordinator.measures.critics import calibration_of, critic_metrics
+from asyppo_async.trainer.coordinator.measures.tokens import (
+    advantage_metrics,
+    advantages_by_position,
+    class_metrics,
+    mismatch_metrics,
+    staleness_metrics,
+    staleness_of,
+)
+from asyppo_async.trainer.coordinator.measures.updates import clip_series, update_metrics
 from asyppo_async.trainer.coordinator.step import StepResult
 from asyppo_async.trainer.coordinator.trace import Trace
-from asyppo_async.trainer.worker.messages import TrainResult
 
 PHASES = ("actor_forward", "actor_train", "critic_forward", "critic_train", "arithmetic")
-
-
-def staleness_of(result: StepResult) -> StalenessStatistics:
-    """Age of the batch of a step."""
-    batch = result.batch
-    return staleness_statistics(
-        torch.from_numpy(batch.versions), torch.from_numpy(batch.lengths), trainer_version=batch.step
-    )
 
 
 def token_use(result: StepResult) -> TokenUse:
@@ -47,17 +40,60 @@ def step_metrics(result: StepResult, trace: Trace) -> Metrics:
     counts = count_classes(result.decisions.classes)
     parts = [
         _batch_metrics(result),
-        _staleness_metrics(staleness_of(result)),
-        _token_metrics(counts),
-        _mismatch_metrics(result),
-        _critic_metrics(result),
-        _advantage_metrics(result),
+        staleness_metrics(staleness_of(result)),
+        class_metrics(counts),
+        mismatch_metrics(result),
+        critic_metrics(result),
+        advantage_metrics(result),
+        _reference_metrics(result),
         {f"time/{phase}_s": trace.seconds(phase) for phase in PHASES},
     ]
-    parts += [_update_metrics(f"critic_{index}", update) for index, update in enumerate(result.critics)]
+    parts += [
+        update_metrics(f"critic_{index}", update, clip_norm=result.critic_clip_norm)
+        for index, update in enumerate(result.critics)
+    ]
     if result.actor is not None:
-        parts.append(_update_metrics("actor", result.actor))
+        parts.append(update_metrics("actor", result.actor, clip_norm=result.actor_clip_norm))
     return merge(parts)
+
+
+def step_histograms(result: StepResult) -> dict[str, list[float]]:
+    """What of a step is a series of numbers."""
+    staleness = staleness_of(result)
+    return {
+        "staleness_histogram_tokens": list(map(float, staleness.token_histogram)),
+        "staleness_histogram_responses": list(map(float, staleness.sequence_histogram)),
+        "advantage_absolute_by_decile": advantages_by_position(result),
+        **calibration_of(result),
+        **({} if result.actor is None else clip_series(result.actor)),
+    }
+
+
+def ledger_metrics(counts: LedgerCounts, tokens: TokenCounts) -> Metrics:
+    """Draws and tokens since the start of the run, what was lost by reason."""
+    row = {
+        "ledger/considered": float(counts.considered),
+        "ledger/skipped": float(counts.skipped),
+        "ledger/issued": float(counts.issued),
+        "ledger/trained": float(counts.trained),
+        "ledger/dropped": float(counts.dropped),
+        "ledger/filtered": float(counts.filtered),
+        "ledger/reduced": float(counts.reduced),
+        "ledger/late_messages": float(counts.late_messages),
+        "waste/tokens_generated": float(tokens.generated),
+        "waste/tokens_trained": float(tokens.trained),
+        "waste/tokens_stale": float(tokens.stale),
+        "waste/tokens_rejected": float(tokens.rejected),
+        "waste/tokens_filtered": float(tokens.filtered),
+    }
+    for kind, reasons in (
+        ("ledger/dropped", counts.dropped_by_reason),
+        ("ledger/filtered", counts.filtered_by_reason),
+        ("ledger/returned", counts.returned_by_reason),
+        ("waste/tokens_dropped", tokens.dropped_by_reason),
+    ):
+        row |= {f"{kind}_{reason}": float(number) for reason, number in reasons.items()}
+    return row
 
 
 def _batch_metrics(result: StepResult) -> Metrics:
@@ -77,106 +113,30 @@ def _batch_metrics(result: StepResult) -> Metrics:
         "response/length_mean_tokens": float(lengths.mean()),
         "response/length_p95_tokens": float(np.quantile(lengths, 0.95)),
         "response/stopped_share": mean_of(map(float, stopped)),
+        **_rewards_by_task(result),
         "batch/groups": float(len(result.batch.groups)),
         "batch/responses": float(len(lengths)),
         "batch/tokens": float(lengths.sum()),
     }
 
 
-def _staleness_metrics(staleness: StalenessStatistics) -> Metrics:
+def _rewards_by_task(result: StepResult) -> Metrics:
+    """Mean reward of each task of a mix; nothing where a step has one task only."""
+    by_task: dict[str, list[float]] = {}
+    for group in result.batch.groups:
+        by_task.setdefault(group.prompt.task, []).extend(t.reward for t in group.trajectories)
+    if len(by_task) == 1:
+        return {}
+    return {f"reward/mean_{task}": mean_of(rewards) for task, rewards in sorted(by_task.items())}
+
+
+def _reference_metrics(result: StepResult) -> Metrics:
+    """How far the policy was from the frozen reference when the step began, per token that both can sample."""
+    if result.reference_logprobs is None:
+        return {}
+    difference = result.reference_logprobs.astype(np.float64) - result.proximal_logprobs
+    known = difference[np.isfinite(difference)]
     return {
-        "staleness/mean": staleness.mean,
-        "staleness/max": float(staleness.maximum),
-        "staleness/mixed_version_share": staleness.mixed_share,
+        "reference/kl_k1": float(-known.mean()) if len(known) else float("nan"),
+        "reference/kl_k3": float((np.expm1(known) - known).mean()) if len(known) else float("nan"),
     }
-
-
-def _token_metrics(counts: TokenClassCounts) -> Metrics:
-    return {
-        "tokens/trained": float(counts.trained),
-        "tokens/stale": float(counts.stale),
-        "tokens/rejected": float(counts.rejected_token + counts.rejected_sequence),
-        "tokens/filtered": float(counts.filtered),
-    }
-
-
-def _mismatch_metrics(result: StepResult) -> Metrics:
-    mismatch = result.mismatch
-    ratios = ratio_statistics(mismatch.log_ratio, mismatch.measured)
-    age = torch.from_numpy(result.batch.step - result.batch.versions)
-    gaps = mismatch.log_ratio.abs()
-    row = {
-        "mismatch/ratio_mean": ratios.mean,
-        "mismatch/ratio_max": ratios.maximum,
-        "mismatch/ratio_min": ratios.minimum,
-        "mismatch/kl_k3": ratios.kl_k3,
-        "mismatch/below_share": mismatch.counts.num_below / max(1, mismatch.counts.num_tokens),
-        "mismatch/above_share": mismatch.counts.num_above / max(1, mismatch.counts.num_tokens),
-        "mismatch/non_finite_tokens": float(mismatch.counts.num_non_finite),
-        "mismatch/outside_kept_share": float(np.isneginf(result.proximal_logprobs).mean()),
-        "mismatch/rejected_responses": float(mismatch.counts.num_rejected_sequences),
-    }
-    for staleness in range(int(age.max()) + 1):
-        chosen = mismatch.measured & (age == staleness)
-        if bool(chosen.any()):
-            row[f"mismatch/gap_mean_staleness_{staleness}"] = float(gaps[chosen].mean())
-    return row
-
-
-def _critic_metrics(result: StepResult) -> Metrics:
-    returns = torch.repeat_interleave(
-        torch.from_numpy(result.batch.rewards), torch.from_numpy(result.batch.lengths)
-    )
-    row: Metrics = {}
-    for name, values in (("before", result.values_before), ("used", result.values)):
-        if values is None:
-            continue
-        sums = [explained_variance_sums(returns, torch.from_numpy(own)) for own in values]
-        row |= {
-            f"critic_{index}/explained_variance_{name}": own.explained_variance
-            for index, own in enumerate(sums)
-        }
-        row |= {f"critic_{index}/bias_{name}": own.bias for index, own in enumerate(sums)}
-    if not len(result.values):
-        return row
-    quantiles = value_std_quantiles(result.decisions.value_std)
-    row |= {
-        f"value_std/p{percent}": value for percent, value in zip((10, 20, 50, 80, 90), quantiles, strict=True)
-    }
-    num_tokens = max(1, len(returns))
-    row["value_std/advantage_masked_share"] = result.decisions.std_masks.num_advantage_masked / num_tokens
-    row["value_std/entropy_filtered_share"] = result.decisions.std_masks.num_entropy_filtered / num_tokens
-    row["value_std/degenerate"] = float(result.decisions.std_masks.degenerate)
-    return row
-
-
-def _advantage_metrics(result: StepResult) -> Metrics:
-    advantages = result.decisions.advantages
-    return {
-        "advantage/mean": float(advantages.mean()),
-        "advantage/std": float(advantages.std(correction=0)),
-    }
-
-
-def _update_metrics(name: str, update: TrainResult) -> Metrics:
-    taken = [step for step in update.steps if not step.skipped]
-    row = {
-        f"{name}/loss": mean_of(step.loss for step in taken),
-        f"{name}/grad_norm": mean_of(step.grad_norm for step in taken),
-        f"{name}/learning_rate": taken[-1].learning_rate if taken else float("nan"),
-        f"{name}/optimizer_steps": float(len(taken)),
-        f"{name}/skipped_steps": float(len(update.steps) - len(taken)),
-    }
-    if name == "actor":
-        row |= {
-            "actor/entropy": mean_of(step.entropy for step in taken),
-            "actor/clip_fraction_low": mean_of(step.clip_fraction_low for step in taken),
-            "actor/clip_fraction_high": mean_of(step.clip_fraction_high for step in taken),
-            "actor/clip_fraction_last": taken[-1].clip_fraction_low + taken[-1].clip_fraction_high
-            if taken
-            else float("nan"),
-            "actor/ratio_mean": mean_of(step.ratio_mean for step in taken),
-            "actor/ratio_max": max((step.ratio_max for step in taken), default=float("nan")),
-            "actor/kl_proximal": mean_of(step.kl_proximal for step in taken),
-        }
-    return row

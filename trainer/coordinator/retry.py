@@ -12,8 +12,8 @@ from asyppo_async.trainer.coordinator.ledger import Ledger
 class Retry:
     """Counts failures per draw, and filtered or dropped draws between two batches.
 
-    Invariants: a draw fails at most `max_attempts` times; at most `max_replacements_per_step` draws plus those on
-    their way are filtered or dropped between two batches, then nothing is admitted until a batch is there.
+    Invariants: a draw fails at most `max_attempts` times; once `max_replacements_per_step` draws were filtered or
+    dropped between two batches nothing is admitted until a batch is there (`exhausted` leaves admission no room).
     """
 
     def __init__(self, *, ledger: Ledger, settings: DecisionSettings) -> None:
@@ -26,6 +26,13 @@ class Retry:
     def exhausted(self) -> bool:
         """Whether nothing may be admitted before the next batch."""
         return self._given_up.total() >= self._max_replacements
+
+    def check(self) -> None:
+        """Raises `AssertionError` with the sentence that does not hold."""
+        for record in self._ledger.live.values():
+            assert record.num_failures < self._max_attempts, (
+                f"a draw that failed {self._max_attempts} times has ended: {record}"
+            )
 
     def fail(
         self, record: DrawRecord, reason: str, *, version: int, now_s: float

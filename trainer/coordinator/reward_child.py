@@ -1,6 +1,6 @@
-"""The process in which a task scores responses: `python -m ...reward_child SOCKET_FD PARENT_PID`.
+"""The process in which a task scores responses: `python -m ...reward_child SOCKET_FD PARENT_PID MEMORY_BYTES`.
 
-It reads frames from a socket pair: first the task's spec, then one response at a time, and answers each with one
+It reads frames from a socket pair: first the specs of the tasks, then one response at a time, and answers each with one
 frame. A frame is a length of 4 bytes, big-endian, and that many bytes of JSON. Nothing here or in `tasks` imports
 torch, so that a child starts in a fraction of a second and costs little memory.
 """
@@ -9,12 +9,16 @@ import ctypes
 import dataclasses
 import json
 import os
+import resource
 import signal
 import socket
 import struct
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
-from typing import cast
+from pathlib import Path
+from typing import TypedDict, cast
 
 from asyppo_async.errors import TaskError
 from asyppo_async.tasks.protocol import JsonValue, Task, TaskSpec
@@ -26,19 +30,28 @@ MAX_ERROR_CHARACTERS = 2000
 _PR_SET_PDEATHSIG = 1
 
 
+class _SpecFields(TypedDict):
+    name: str
+    seed: int
+    system_prompt: str
+    params: dict[str, JsonValue]
+    label: str
+    prompt_template: str
+    chat_template: str
+
+
 def frame(document: JsonValue) -> bytes:
     """A document as it is sent, either way."""
     body = json.dumps(document).encode()
     return LENGTH.pack(len(body)) + body
 
 
-def spec_document(spec: TaskSpec) -> JsonValue:
-    """What `main` builds the task from."""
+def specs_document(specs: Sequence[TaskSpec]) -> JsonValue:
+    """What `serve` builds the tasks from."""
     return {
-        "name": spec.name,
-        "seed": spec.seed,
-        "system_prompt": spec.system_prompt,
-        "params": dict(spec.params),
+        "tasks": [
+            cast(JsonValue, {**dataclasses.asdict(spec), "params": dict(spec.params)}) for spec in specs
+        ]
     }
 
 
@@ -51,6 +64,7 @@ def score_document(prompt: Prompt, text: str) -> JsonValue:
 
 def main() -> int:
     die_with_parent(int(sys.argv[2]))
+    bound_memory(int(sys.argv[3]))
     # Ctrl-C reaches the whole process group, but when a score is given up is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
@@ -69,31 +83,40 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit("the parent was gone before the child asked to die with it")
 
 
+def bound_memory(num_bytes: int) -> None:
+    """Have allocations beyond so many bytes fail here, instead of filling the machine; 0: no bound.
+
+    Where the machine is full all the same, the kernel takes this process before the run's others.
+    """
+    if num_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def serve(connection: socket.socket) -> None:
     """Answer frames until the parent closes its end.
 
     Raises:
         EOFError: the parent closed its end.
     """
-    fields = receive(connection)
-    spec = TaskSpec(
-        name=str(fields["name"]),
-        seed=int(cast(int, fields["seed"])),
-        system_prompt=str(fields["system_prompt"]),
-        params=cast(dict[str, JsonValue], fields["params"]),
-    )
+    specs = [TaskSpec(**fields) for fields in cast(list[_SpecFields], receive(connection)["tasks"])]
     try:
-        task = create_task(spec)
+        tasks = {spec.known_as: create_task(spec, scoring=True) for spec in specs}
     except TaskError as error:
         connection.sendall(frame({"error": str(error)}))
         return
     connection.sendall(frame({"ready": True}))
     while True:
-        connection.sendall(frame(answer(task, receive(connection))))
+        connection.sendall(frame(answer(tasks, receive(connection))))
 
 
-def answer(task: Task, request: dict[str, JsonValue]) -> JsonValue:
-    """The score as a number, or why there is none."""
+def answer(tasks: Mapping[str, Task], request: dict[str, JsonValue]) -> JsonValue:
+    """The score as a number, or why there is none. The prompt says which of several tasks scores it.
+
+    `spent`: what filled the memory may still be held, so the next response needs another process.
+    """
     fields = cast(dict[str, JsonValue], request["prompt"])
     prompt = Prompt(
         id=str(fields["id"]),
@@ -102,11 +125,14 @@ def answer(task: Task, request: dict[str, JsonValue]) -> JsonValue:
         token_ids=tuple(cast(list[int], fields["token_ids"])),
         answer=str(fields["answer"]),
     )
+    task = next(iter(tasks.values())) if len(tasks) == 1 else tasks[prompt.task]
     try:
         value: object = task.score(prompt, str(request["text"]))
         if isinstance(value, bool) or not isinstance(value, Real):
             return {"error": f"the task's score must be a number, got {type(value).__name__}: {value!r:.200}"}
         return {"value": float(value)}
+    except MemoryError:
+        return {"error": "MemoryError: the task needs more than task.reward_memory_gib allows", "spent": True}
     except Exception as error:  # a task is foreign code: whatever it raises is a failed score, with its words
         return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
 

@@ -1,24 +1,21 @@
 """Scoring in child processes: a reward function that hangs, raises or dies costs one response, never the run."""
 
 import asyncio
-import json
 import math
-import os
-import socket
-import sys
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 from asyppo_async.errors import TaskError, WorkerError
 from asyppo_async.tasks.protocol import JsonValue, TaskSpec
-from asyppo_async.trainer.coordinator.reward_child import LENGTH, frame, score_document, spec_document
+from asyppo_async.trainer.coordinator.reward_child import score_document, specs_document
+from asyppo_async.trainer.coordinator.reward_process import KILL_DEADLINE_S, RewardProcess, launch
 from asyppo_async.types import Prompt
 
-_CHILD = "asyppo_async.trainer.coordinator.reward_child"
-_EXIT_DEADLINE_S = 1.0
-_KILL_DEADLINE_S = 10.0
-_MAX_REPLY_BYTES = 1 << 16
+ALL_FAILED_AT_FIRST = 12
+"""So many failed scores before any good one end the run: the reward itself is broken."""
+ALL_FAILED_LATER = 500
+"""So many in a row end it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +32,9 @@ class Late:
 
     deadline_s: float
 
+    def __str__(self) -> str:
+        return f"no reward within {self.deadline_s:g} s"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
@@ -42,97 +42,79 @@ class Failed:
 
     error: str
 
+    def __str__(self) -> str:
+        return f"the reward failed: {self.error}"
+
 
 RewardOutcome = Scored | Late | Failed
-
-
-@dataclass(slots=True, kw_only=True)
-class _Child:
-    """A running child. `usable` is lost for good at the first answer that does not come as it should."""
-
-    process: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    usable: bool = True
-
-    async def ask(self, document: JsonValue) -> dict[str, JsonValue]:
-        """
-        Raises:
-            IncompleteReadError, ConnectionError: the child died.
-        """
-        self.writer.write(frame(document))
-        await self.writer.drain()
-        (num_bytes,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-        if num_bytes > _MAX_REPLY_BYTES:
-            raise ConnectionError(f"a reply of {num_bytes} bytes was announced")
-        return cast(dict[str, JsonValue], json.loads(await self.reader.readexactly(num_bytes)))
-
-    def kill(self) -> None:
-        """At once, and without waiting, so that it can be done while being cancelled."""
-        self.usable = False
-        self.writer.close()
-        if self.process.returncode is None:
-            self.process.kill()
-
-    async def ended(self) -> int:
-        """The exit code of a child that has closed its end, and is killed only if it does not end by itself."""
-        self.usable = False
-        try:
-            async with asyncio.timeout(_EXIT_DEADLINE_S):
-                return await self.process.wait()
-        except TimeoutError:
-            self.kill()
-            return await self.gone()
-        finally:
-            self.kill()
-
-    async def gone(self) -> int:
-        """The exit code of a killed child.
-
-        Raises:
-            WorkerError: the kernel did not end it in time.
-        """
-        try:
-            async with asyncio.timeout(_KILL_DEADLINE_S):
-                return await self.process.wait()
-        except TimeoutError as error:
-            raise WorkerError(
-                f"reward child {self.process.pid} is there {_KILL_DEADLINE_S:.0f} s after SIGKILL; "
-                "look for a blocked file system"
-            ) from error
 
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
     """A place for one child; `child` is None until it is first started."""
 
-    child: _Child | None = None
+    child: RewardProcess | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Streak:
+    """Failed scores of one task in a row. A run whose every reward fails would generate for hours for nothing."""
+
+    num_scored: int = 0
+    num_failed: int = 0
+
+    def note(self, outcome: RewardOutcome, prompt: Prompt) -> None:
+        """
+        Raises:
+            TaskError: one failure more than a task in order can have in a row.
+        """
+        if isinstance(outcome, Scored):
+            self.num_scored, self.num_failed = self.num_scored + 1, 0
+            return
+        self.num_failed += 1
+        if self.num_failed >= (ALL_FAILED_LATER if self.num_scored else ALL_FAILED_AT_FIRST):
+            before = f"after {self.num_scored} good ones" if self.num_scored else "and none was good before"
+            raise TaskError(
+                f"the last {self.num_failed} rewards of task {prompt.task} failed, {before}; the last one: {outcome}"
+            )
 
 
 @dataclass(kw_only=True)
 class RewardPool:
-    """`num_children` processes that score with the task of `spec`; an async context manager.
+    """`num_children` processes that score with the tasks of `specs`; an async context manager.
 
     One response at a time is with a child, so a deadline names its culprit. A child that is late, dies, or whose
     caller is cancelled is killed at that moment; the next response that gets its place starts another one first.
     """
 
-    spec: TaskSpec
+    specs: tuple[TaskSpec, ...]
     num_children: int
     score_deadline_s: float
     """Of one score, from the moment a child has the response."""
     start_deadline_s: float
     """Of the start of one child, imports of the task included."""
+    memory_bytes: int = 0
+    """That one child may take; 0: no bound."""
     _slots: list[_Slot] = field(init=False, default_factory=list)
     _idle: asyncio.Queue[_Slot] = field(init=False, default_factory=asyncio.Queue)
     _num_waiting: int = field(init=False, default=0)
+    _streaks: dict[str, "_Streak"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_children < 1 or self.score_deadline_s <= 0 or self.start_deadline_s <= 0:
+        if (
+            not self.specs
+            or self.num_children < 1
+            or self.score_deadline_s <= 0
+            or self.start_deadline_s <= 0
+        ):
             raise ValueError(
-                f"a reward pool needs a child and deadlines above 0, got {self.num_children} children, "
+                f"a reward pool needs a task, a child and deadlines above 0, got {self.num_children} children, "
                 f"score_deadline_s {self.score_deadline_s}, start_deadline_s {self.start_deadline_s}"
             )
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(spec.known_as for spec in self.specs)
 
     async def __aenter__(self) -> Self:
         """
@@ -165,21 +147,24 @@ class RewardPool:
         Waits for a free child, at most as long as those before it can take.
 
         Raises:
-            TaskError, WorkerError: a child had to be replaced, and its successor does not start.
+            TaskError: nothing is scored any more; with the words of the last failure. Or as `WorkerError`.
+            WorkerError: a child had to be replaced, and its successor does not start.
         """
         slot = await self._take()
         try:
             if slot.child is None or not slot.child.usable:
                 await self._start(slot)
             assert slot.child is not None
-            return await self._score_with(slot.child, prompt, text)
+            outcome = await self._score_with(slot.child, prompt, text)
         finally:
             self._idle.put_nowait(slot)
+        self._streaks.setdefault(prompt.task, _Streak()).note(outcome, prompt)
+        return outcome
 
     async def _take(self) -> _Slot:
         self._num_waiting += 1
         num_rounds = self._num_waiting // self.num_children + 2
-        bound_s = num_rounds * (self.score_deadline_s + self.start_deadline_s + _KILL_DEADLINE_S)
+        bound_s = num_rounds * (self.score_deadline_s + self.start_deadline_s + KILL_DEADLINE_S)
         try:
             async with asyncio.timeout(bound_s):
                 return await self._idle.get()
@@ -190,7 +175,7 @@ class RewardPool:
         finally:
             self._num_waiting -= 1
 
-    async def _score_with(self, child: _Child, prompt: Prompt, text: str) -> RewardOutcome:
+    async def _score_with(self, child: RewardProcess, prompt: Prompt, text: str) -> RewardOutcome:
         try:
             async with asyncio.timeout(self.score_deadline_s):
                 reply = await child.ask(score_document(prompt, text))
@@ -203,6 +188,8 @@ class RewardPool:
             # Cancelled: the child is busy with a response that nobody waits for.
             child.kill()
             raise
+        if "spent" in reply:
+            child.kill()
         return _outcome(reply)
 
     async def _start(self, slot: _Slot) -> None:
@@ -217,15 +204,16 @@ class RewardPool:
             await slot.child.gone()
         try:
             async with asyncio.timeout(self.start_deadline_s):
-                slot.child = await _launch()
-                reply = await slot.child.ask(spec_document(self.spec))
+                slot.child = await launch(self.memory_bytes)
+                reply = await slot.child.ask(specs_document(self.specs))
         except TimeoutError as error:
             raise WorkerError(
-                f"a reward child of task {self.spec.name} was not ready within {self.start_deadline_s} s"
+                f"a reward child of task {self._names} was not ready within {self.start_deadline_s} s"
             ) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerError(
-                f"a reward child of task {self.spec.name} ended while it started; its own words are on stderr"
+                f"a reward child of task {self._names} ended while it started; its own words are on stderr. It "
+                "may take task.reward_memory_gib of memory"
             ) from error
         if "error" in reply:
             raise TaskError(str(reply["error"]))
@@ -236,35 +224,6 @@ class RewardPool:
             child.kill()
         for child in children:
             await child.gone()
-
-
-async def _launch() -> _Child:
-    """Start a process that shares one socket with this one and nothing else.
-
-    It is a fresh interpreter and not a `multiprocessing` child, which would import the run's main module again
-    (torch with it) and be sent pickles; and a socket can be awaited without a thread.
-    """
-    ours, theirs = socket.socketpair()
-    try:
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-    except BaseException:
-        ours.close()
-        theirs.close()
-        raise
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _CHILD, str(theirs.fileno()), str(os.getpid())),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,  # what a task prints must not mix with the output of the run
-        )
-    except BaseException:
-        # A child that came to be all the same ends when it finds its socket closed.
-        writer.close()
-        raise
-    finally:
-        theirs.close()
-    return _Child(process=process, reader=reader, writer=writer)
 
 
 def _outcome(reply: dict[str, JsonValue]) -> RewardOutcome:

@@ -1,51 +1,26 @@
 """From admitted draws to rewarded groups: many concurrent rollouts over the fleet."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from asyppo_async.errors import FleetOverloaded
+from asyppo_async.config.failures import FailuresSection
+from asyppo_async.errors import ContractBroken
+from asyppo_async.rpc.calls import ResponseParts
+from asyppo_async.rpc.codec import SampleTokens
+from asyppo_async.trainer.coordinator.begun_groups import BegunGroup, begun_group
+from asyppo_async.trainer.coordinator.choice_protocol import teaches_nothing
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.draws import Draw, Fate
-from asyppo_async.trainer.coordinator.prompt_choices import teaches_nothing
+from asyppo_async.trainer.coordinator.generated import Generated, Generator
+from asyppo_async.trainer.coordinator.loop_meter import IdleClock
+from asyppo_async.trainer.coordinator.lost_responses import LostResponses
 from asyppo_async.trainer.coordinator.rewards import Failed, Late, RewardPool, Scored
 from asyppo_async.trainer.coordinator.waits import Waits
 from asyppo_async.types import Group, Prompt, Response, SamplingParams, Trajectory
-
-_log = logging.getLogger(__name__)
-
-OVERLOAD_PAUSE_S = 0.5
-"""Pause before a server that had no room is asked again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """The whole responses of one prompt, by sample index, and the server that made them."""
-
-    responses: tuple[Response, ...]
-    server: str
-
-
-class Generator(Protocol):
-    """The fleet, as a rollout sees it."""
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        num_samples: int,
-        sampling: SamplingParams,
-        deadline_s: float,
-        on_tokens: Callable[[int], None],
-    ) -> Generated:
-        """`on_tokens` is called with the tokens of all samples so far, whenever some arrive."""
-        ...
-
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids of a response to the text that is scored."""
@@ -58,6 +33,8 @@ class RolloutSettings:
     group_deadline_s: float
     filter_groups: bool = False
     """Groups that are all right or all wrong are thrown away and replaced."""
+    truncated_reward: float | None = None
+    """Verdict on a response at maximum length, whatever its text; None: what the text earns."""
 
 
 class Rollouts:
@@ -75,8 +52,16 @@ class Rollouts:
         changed: asyncio.Condition,
         waits: Waits,
         on_group: Callable[[Group], None] = lambda group: None,
+        groups: Sequence[Group] = (),
+        begun: Mapping[int, Sequence[SampleTokens]] | None = None,
+        lost: LostResponses | None = None,
+        fleet: IdleClock | None = None,
     ) -> None:
-        """`on_group`: called with every group that is complete and rewarded, whatever becomes of it."""
+        """`on_group`: called with every group that is complete and rewarded, whatever becomes of it.
+
+        `groups`: what a resumed run starts with; `begun`: what it has, by draw, of those in flight. `lost`: counts and
+        bounds what is lost. `fleet`: told while groups are generated.
+        """
         self._core = core
         self._prompts = prompts
         self._generator = generator
@@ -86,13 +71,36 @@ class Rollouts:
         self._changed = changed
         self._waits = waits
         self._on_group = on_group
-        self._groups: dict[int, Group] = {}
-        self.lost_members: dict[str, int] = {}
+        self._groups = {group.draw_id: group for group in groups}
+        self._begun = dict(begun or {})
+        self._parts: dict[Draw, ResponseParts] = {}
+        """What has arrived, by attempt."""
+        self._lost = lost or LostResponses(FailuresSection())
+        self._fleet = fleet or IdleClock()
+
+    @property
+    def lost_members(self) -> Mapping[str, int]:
         """Responses that were lost, by reason, over the run."""
+        return self._lost.by_reason
 
     def take(self, draws: Sequence[Draw]) -> list[Group]:
         """Hand over the finished groups of a chosen batch."""
         return [self._groups.pop(draw.draw_id) for draw in draws]
+
+    def finished(self) -> tuple[Group, ...]:
+        """The finished groups that no step has taken."""
+        return tuple(self._groups.values())
+
+    def begun(self) -> tuple[BegunGroup, ...]:
+        """What has arrived of the groups that are in flight."""
+        in_flight = {record.draw for record in self._core.live() if record.state == "in_flight"}
+        begun = [begun_group(draw.draw_id, parts) for draw, parts in self._parts.items() if draw in in_flight]
+        return tuple(group for group in begun if group is not None)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How everything is sampled."""
+        return self._settings.sampling
 
     def prompt(self, prompt_id: str) -> Prompt:
         """The prompt of that id."""
@@ -106,12 +114,15 @@ class Rollouts:
                 self._groups.pop(fate.draw.draw_id, None)
 
     async def run(self) -> None:
-        """Start every draw that may be started.
+        """Go on with the draws that a resumed run has in flight, and start every draw that may be started.
 
         Consumes admissions of the core; produces finished groups; waits for admission room; unblocked by
         whatever changes the core (a finished group, a step, a publication).
         """
         async with asyncio.TaskGroup() as tasks:
+            for record in self._core.live():
+                if record.state == "in_flight":
+                    tasks.create_task(self._roll_out(record.draw))
             while True:
                 for draw in await self._admitted():
                     tasks.create_task(self._roll_out(draw))
@@ -124,41 +135,60 @@ class Rollouts:
         return draws
 
     async def _roll_out(self, draw: Draw) -> None:
+        begun = self._begun.pop(draw.draw_id, ())
+        self._parts[draw] = ResponseParts(self._settings.group_size, self._settings.sampling, begun)
+        try:
+            await self._generate_and_reward(draw)
+        finally:
+            del self._parts[draw]
+
+    async def _generate_and_reward(self, draw: Draw) -> None:
         prompt = self._prompts[draw.prompt_id]
         started_s = time.monotonic()
         with self._waits.waiting(f"group {draw.draw_id}", f"responses to prompt {prompt.id}"):
             try:
-                async with asyncio.timeout(self._settings.group_deadline_s):
-                    generated = await self._generate(draw, prompt)
-                    group = await self._reward(draw, prompt, generated, started_s)
-            except TimeoutError:
-                _log.warning(
-                    "group of prompt=%s not finished in %.0f s", prompt.id, self._settings.group_deadline_s
-                )
-                await self._fail(draw, "deadline")
+                generated = await self._generate(draw, prompt, started_s + self._settings.group_deadline_s)
+            except ContractBroken as error:
+                # None of it can be trusted; another attempt, on whatever server, may be well.
+                self._lost.lose("garbled", f"prompt={prompt.id}: {error}", self._settings.group_size)
+                await self._fail(draw, "garbled")
                 return
+            reasons = [self._lose_sample(prompt, index, generated) for index in generated.missing]
+            if not generated.responses:
+                await self._fail(draw, reasons[0])
+                return
+            group = await self._reward(draw, prompt, generated, started_s)
         await self._finish(draw, group)
 
-    async def _generate(self, draw: Draw, prompt: Prompt) -> Generated:
-        while True:
-            try:
-                return await self._generator.generate(
-                    prompt,
-                    num_samples=self._settings.group_size,
-                    sampling=self._settings.sampling,
-                    deadline_s=self._settings.group_deadline_s,
-                    on_tokens=lambda num_tokens: self._note_tokens(draw, num_tokens),
-                )
-            except FleetOverloaded:
-                await asyncio.sleep(OVERLOAD_PAUSE_S)  # back-off, bounded by the group's deadline
+    async def _generate(self, draw: Draw, prompt: Prompt, deadline_at_s: float) -> Generated:
+        """What is finished by the deadline: a member that never returns is lost, and does not hold its group."""
+        with self._fleet.busy():
+            return await self._generator.generate(
+                prompt,
+                num_samples=self._settings.group_size,
+                sampling=self._settings.sampling,
+                deadline_s=deadline_at_s - time.monotonic(),
+                on_server=lambda server: self._note_server(draw, server),
+                on_tokens=lambda num_tokens: self._note_tokens(draw, num_tokens),
+                parts=self._parts[draw],
+            )
+
+    def _note_server(self, draw: Draw, server: str) -> None:
+        self._core.record_tokens(draw, 0, server)
+        self._waits.place(f"group {draw.draw_id}", server)
 
     def _note_tokens(self, draw: Draw, num_tokens: int) -> None:
         self._core.record_tokens(draw, num_tokens)
         self._waits.progress()
 
     async def _reward(self, draw: Draw, prompt: Prompt, generated: Generated, started_s: float) -> Group:
+        texts = await decoded(generated.responses, self._decode)
         async with asyncio.TaskGroup() as tasks:
-            scores = [tasks.create_task(self._score(prompt, response)) for response in generated.responses]
+            scores = [
+                tasks.create_task(self._score(prompt, response, text))
+                for response, text in zip(generated.responses, texts, strict=True)
+            ]
+        self._lost.keep(sum(score.result() is not None for score in scores))
         finished_s = time.monotonic()
         trajectories = tuple(
             Trajectory(
@@ -171,7 +201,7 @@ class Rollouts:
                 started_s=started_s,
                 finished_s=finished_s,
             )
-            for index, (response, score) in enumerate(zip(generated.responses, scores, strict=True))
+            for index, response, score in zip(generated.indices, generated.responses, scores, strict=True)
             if (reward := score.result()) is not None
         )
         return Group(
@@ -182,25 +212,33 @@ class Rollouts:
             finished_s=finished_s,
         )
 
-    async def _score(self, prompt: Prompt, response: Response) -> float | None:
+    async def _score(self, prompt: Prompt, response: Response, text: str) -> float | None:
         """The reward, or None for a lost member: a failed reward is never a reward of 0."""
         logprobs = response.behaviour_logprobs
         if not np.isfinite(logprobs).all() and (np.isnan(logprobs) | (logprobs == np.inf)).any():
-            self._lose("non_finite_logprob", f"prompt={prompt.id}: a behaviour log-prob is not finite")
+            self._lost.lose("non_finite_logprob", f"prompt={prompt.id}: a behaviour log-prob is not finite")
             return None
-        outcome = await self._rewards.score(prompt, self._decode(response.token_ids.tolist()))
+        if self._settings.truncated_reward is not None and response.finish_reason == "length":
+            return self._settings.truncated_reward
+        outcome = await self._rewards.score(prompt, text)
         match outcome:
             case Scored(value=value):
                 return value
-            case Late(deadline_s=deadline_s):
-                self._lose("late_reward", f"prompt={prompt.id}: no reward within {deadline_s:g} s")
-            case Failed(error=error):
-                self._lose("failed_reward", f"prompt={prompt.id}: the reward failed: {error}")
+            case Late():
+                self._lost.lose("late_reward", f"prompt={prompt.id}: {outcome}")
+            case Failed():
+                self._lost.lose("failed_reward", f"prompt={prompt.id}: {outcome}")
         return None
 
-    def _lose(self, reason: str, words: str) -> None:
-        self.lost_members[reason] = self.lost_members.get(reason, 0) + 1
-        _log.warning("%s; the response is lost", words)
+    def _lose_sample(self, prompt: Prompt, index: int, generated: Generated) -> str:
+        """Count a response that the fleet did not finish; returns why."""
+        failure = generated.failures.get(index)
+        reason = "deadline" if failure is None else failure.kind
+        words = (
+            f"not finished in {self._settings.group_deadline_s:g} s" if failure is None else failure.message
+        )
+        self._lost.lose(reason, f"prompt={prompt.id}: sample {index}: {words}")
+        return reason
 
     async def _finish(self, draw: Draw, group: Group) -> None:
         versions = [trajectory.response.versions for trajectory in group.trajectories]
@@ -232,3 +270,8 @@ class Rollouts:
         async with self._changed:
             self._core.fail(draw, reason=reason, now_s=time.monotonic())
             self._changed.notify_all()
+
+
+async def decoded(responses: Sequence[Response], decode: Decode) -> list[str]:
+    """The texts of responses, made in a thread: those of one long group would hold the loop for too long."""
+    return await asyncio.to_thread(lambda: [decode(response.token_ids.tolist()) for response in responses])

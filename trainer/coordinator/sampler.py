@@ -13,10 +13,16 @@ _NUM_ROUNDS = 8
 class Candidate:
     """A prompt that the sampler considered."""
 
+    number: int
+    """Of candidates before it, since the start of the run."""
     prompt_id: str
     epoch: int
     accepted: bool
-    """False: skipped by a selecting sampler; it is counted, and no draw is issued."""
+    """False: skipped by a selecting sampler; the ledger lists it, and no draw is issued."""
+    acceptance: float
+    """a: how likely it was to be accepted."""
+    success_estimate: float | None
+    """p: how likely a response to it is right, as the sampler saw it; None: it has no opinion."""
 
 
 class Sampler(Protocol):
@@ -90,10 +96,18 @@ class EpochSampler:
             raise ValueError(
                 f"all {self._num_considered} candidates of {self._num_epochs} epochs are used up"
             )
-        epoch, position = divmod(self._num_considered, self.num_prompts)
+        number = self._num_considered
+        epoch, position = divmod(number, self.num_prompts)
         self._num_considered += 1
         index = permuted_index(position, size=self.num_prompts, key=f"{self._seed}:{epoch}")
-        return Candidate(prompt_id=self._prompt_ids[index], epoch=epoch, accepted=True)
+        return Candidate(
+            number=number,
+            prompt_id=self._prompt_ids[index],
+            epoch=epoch,
+            accepted=True,
+            acceptance=1.0,
+            success_estimate=None,
+        )
 
 
 def permuted_index(position: int, *, size: int, key: str) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from asyppo_async.algorithms.group_advantages import mixed_groups
 from asyppo_async.algorithms.mismatch import MismatchCorrection
+from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.trainer.coordinator.arithmetic import TokenDecisions, actor_request, decide_tokens
 from asyppo_async.trainer.coordinator.batch import Batch
@@ -51,6 +52,8 @@ class Proximal:
     """[N]"""
     entropies: Float32Array
     """[N]"""
+    reference_logprobs: Float32Array | None
+    """[N] of the frozen reference; None: the run has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +64,17 @@ class StepResult:
     values_before: NDArray[np.float32] | None
     values: NDArray[np.float32]
     proximal_logprobs: Float32Array
+    proximal_entropies: Float32Array
+    reference_logprobs: Float32Array | None
+    algorithm: AlgorithmSection
+    """What the batch was decided by."""
     decisions: TokenDecisions
     critics: tuple[TrainResult, ...]
     actor: TrainResult | None
-    """None: no token had weight, so there was no optimizer step."""
+    """None: no optimizer step, for no token had weight, or the critics are still warming up."""
+    actor_clip_norm: float
+    """Norm that the actor's gradients are clipped to; `critic_clip_norm` likewise, of each critic on its own."""
+    critic_clip_norm: float
 
     @property
     def mismatch(self) -> MismatchCorrection:
@@ -80,16 +90,25 @@ class StepRunner:
         actor: Actor,
         critics: tuple[Critic, ...],
         table: PromptTable | None = None,
+        memory: StepMemory | None = None,
     ) -> None:
-        """`table`: of the prompts' running values; one is made if it is needed and not shared."""
+        """`table`: of the prompts' running values; one is made if it is needed and not shared.
+
+        `memory`: of the steps before, in a resumed run.
+        """
         self._config = config
         self._actor = actor
         self._critics = CriticSide(config, critics)
-        self._table = table or PromptTable(config.selection)
-        self._memory = StepMemory()
+        self.table = table or PromptTable(config.selection)
+        self.memory = memory or StepMemory()
         self._ahead: tuple[int, CriticPart] | None = None
         self._priors: NDArray[np.float64] | None = None
         """[B] of the batch of the present step (SPO)."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the critics have trained on a batch that the actor has not seen: no state to save."""
+        return self._ahead is not None
 
     async def start_values(self, prompts: Sequence[Prompt], step: int, trace: Trace) -> dict[str, float]:
         """V(s_0) of prompts by id, for the sampler."""
@@ -103,17 +122,17 @@ class StepRunner:
             trace: Receives the spans.
             batch_ahead: Read by `critic_ahead` only.
         """
-        self._priors = self._table.take(batch) if self._config.algorithm.estimator == "spo" else None
+        self._priors = self.table.take(batch) if self._config.algorithm.estimator == "spo" else None
         if self._config.algorithm.schedule == "pre":
             result = await self._pre(batch, trace)
         elif self._config.algorithm.schedule == "post":
             result = await self._post(batch, trace)
         else:
             result = await self._critic_ahead(batch, trace, batch_ahead)
-        self._memory = result.decisions.memory
+        self.memory = result.decisions.memory
         if result.actor is not None:
             moved = [update.kl_proximal for update in result.actor.steps if not update.skipped]
-            self._table.advance(float(np.nansum(moved)) / max(1, len(moved)))
+            self.table.advance(float(np.nansum(moved)) / max(1, len(moved)))
         return result
 
     async def _post(self, batch: Batch, trace: Trace) -> StepResult:
@@ -127,7 +146,7 @@ class StepRunner:
             critic_part, proximal = critic_task.result(), proximal_task.result()
         decisions = await self._decide(batch, trace, critic_part.values, proximal)
         actor = await self._train_actor(batch, trace, decisions, proximal)
-        return _result(batch, critic_part, proximal, decisions, actor)
+        return self._result(batch, critic_part, proximal, decisions, actor)
 
     async def _pre(self, batch: Batch, trace: Trace) -> StepResult:
         async with asyncio.TaskGroup() as tasks:
@@ -141,7 +160,7 @@ class StepRunner:
                 self._critics.train(batch, trace, values.of_tokens, decisions.masks.value.numpy())
             )
         critic_part = CriticPart(values_before=values.of_tokens, values=values, results=critic_task.result())
-        return _result(batch, critic_part, proximal, decisions, actor_task.result())
+        return self._result(batch, critic_part, proximal, decisions, actor_task.result())
 
     async def _critic_ahead(self, batch: Batch, trace: Trace, batch_ahead: BatchAhead) -> StepResult:
         async with asyncio.TaskGroup() as tasks:
@@ -152,7 +171,7 @@ class StepRunner:
         async with asyncio.TaskGroup() as tasks:
             actor_task = tasks.create_task(self._train_actor(batch, trace, decisions, proximal))
             tasks.create_task(self._train_ahead(trace, batch_ahead))
-        return _result(batch, critic_part, proximal, decisions, actor_task.result())
+        return self._result(batch, critic_part, proximal, decisions, actor_task.result())
 
     async def _ahead_or_now(self, batch: Batch, trace: Trace) -> CriticPart:
         if self._ahead is not None and self._ahead[0] == batch.step:
@@ -193,13 +212,17 @@ class StepRunner:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            routed_experts=batch.routed_experts,
+            with_reference=self._config.actor.reference is not None,
         )
         with trace.span("actor_forward", batch.step):
             result = await self._actor.forward(request)
         logprobs = result.logprobs
         if self._config.algorithm.proximal == "a3po":
             logprobs = proximal_by_age(batch, logprobs)
-        return Proximal(logprobs=logprobs, entropies=result.entropies)
+        return Proximal(
+            logprobs=logprobs, entropies=result.entropies, reference_logprobs=result.reference_logprobs
+        )
 
     async def _decide(
         self, batch: Batch, trace: Trace, values: CriticValues, proximal: Proximal
@@ -210,6 +233,7 @@ class StepRunner:
             values=values.of_tokens,
             end_values=values.of_ends,
             priors=self._priors,
+            reference_logprobs=proximal.reference_logprobs,
         )
         with trace.span("arithmetic", batch.step):
             return await asyncio.to_thread(
@@ -223,7 +247,7 @@ class StepRunner:
                 filtered=self._filtered(batch),
                 entropies=proximal.entropies,
                 seed=config.run.seed,
-                memory=self._memory,
+                memory=self.memory,
             )
 
     def _filtered(self, batch: Batch) -> BoolArray | None:
@@ -235,9 +259,9 @@ class StepRunner:
     async def _train_actor(
         self, batch: Batch, trace: Trace, decisions: TokenDecisions, proximal: Proximal
     ) -> TrainResult | None:
-        if not decisions.trainable:
-            return None
         config = self._config
+        if batch.step < config.critic.warmup_steps or not decisions.trainable:
+            return None
         request = await asyncio.to_thread(
             actor_request,
             batch,
@@ -247,24 +271,30 @@ class StepRunner:
             actor=config.actor,
             sampling=config.sampling,
             seed=config.run.seed,
+            reference_logprobs=proximal.reference_logprobs,
         )
         with trace.span("actor_train", batch.step):
             return await self._actor.train(request)
 
-
-def _result(
-    batch: Batch,
-    critic_part: CriticPart,
-    proximal: Proximal,
-    decisions: TokenDecisions,
-    actor: TrainResult | None,
-) -> StepResult:
-    return StepResult(
-        batch=batch,
-        values_before=critic_part.values_before,
-        values=critic_part.values.of_tokens,
-        proximal_logprobs=proximal.logprobs,
-        decisions=decisions,
-        critics=critic_part.results,
-        actor=actor,
-    )
+    def _result(
+        self,
+        batch: Batch,
+        critic_part: CriticPart,
+        proximal: Proximal,
+        decisions: TokenDecisions,
+        actor: TrainResult | None,
+    ) -> StepResult:
+        return StepResult(
+            batch=batch,
+            values_before=critic_part.values_before,
+            values=critic_part.values.of_tokens,
+            proximal_logprobs=proximal.logprobs,
+            proximal_entropies=proximal.entropies,
+            algorithm=self._config.algorithm,
+            reference_logprobs=proximal.reference_logprobs,
+            decisions=decisions,
+            critics=critic_part.results,
+            actor=actor,
+            actor_clip_norm=self._config.actor.max_grad_norm,
+            critic_clip_norm=self._config.critic.max_grad_norm,
+        )

@@ -19,24 +19,24 @@ async def together(parts: Sequence[Coroutine[object, object, T]]) -> list[T]:
 
     Where one end of a collective dies, the other ends fail too, often sooner. So after the first failure the others
     have `EXPLAIN_S` to fail as well, then they are cancelled, and what a server says goes before what its peers
-    noticed.
+    noticed; of two servers the first one.
 
     Raises:
         AsyppoError: the failure itself, never a group of them.
     """
+    failures: list[AsyppoError] = []
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(_outcome(part)) for part in parts]
+        running = [tasks.create_task(_outcome(part, failures)) for part in parts]
         pending = set(running)
         failed = False
         while pending and not failed:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            failed = any(isinstance(task.result(), AsyppoError) for task in done)
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failed = bool(failures)
         if pending:
             _, pending = await asyncio.wait(pending, timeout=EXPLAIN_S)
             for task in pending:
                 task.cancel()
     outcomes = [task.result() for task in running if not task.cancelled()]
-    failures = [outcome for outcome in outcomes if isinstance(outcome, AsyppoError)]
     if failures:
         raise min(failures, key=_distance)
     return [outcome for outcome in outcomes if not isinstance(outcome, AsyppoError)]
@@ -61,12 +61,15 @@ async def beside(
 
 def _distance(failure: AsyppoError) -> int:
     """How far from the cause: a server's own words, what a transfer noticed, what a worker group reports."""
-    return 0 if isinstance(failure, FleetError) else 2 if isinstance(failure, WorkerError) else 1
+    if failure.server is not None:
+        return 0
+    return 1 if isinstance(failure, FleetError) else 3 if isinstance(failure, WorkerError) else 2
 
 
-async def _outcome(part: Coroutine[object, object, T]) -> T | AsyppoError:
-    """A failure as a value, so that the task group does not cancel the others at once."""
+async def _outcome(part: Coroutine[object, object, T], failures: list[AsyppoError]) -> T | AsyppoError:
+    """A failure as a value, so that the task group does not cancel the others at once; noted in its turn."""
     try:
         return await part
     except AsyppoError as error:
+        failures.append(error)
         return error

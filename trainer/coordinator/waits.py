@@ -10,12 +10,16 @@ from asyppo_async.errors import Stalled
 
 _log = logging.getLogger(__name__)
 
+_MOST_LINES = 12
+"""Waits that are told in full."""
+
 
 class Waits:
     """A board on which each loop writes what it waits for. Progress is whatever calls `progress`."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[str, float]] = {}
+        self._places: dict[str, str] = {}
         self._last_progress_s = time.monotonic()
 
     def progress(self) -> None:
@@ -34,13 +38,27 @@ class Waits:
             yield
         finally:
             self._waiting.pop(loop, None)
+            self._places.pop(loop, None)
+
+    def place(self, loop: str, server: str) -> None:
+        """Whom `loop` has asked."""
+        self._places[loop] = server
 
     def describe(self) -> str:
-        """One line, longest wait first."""
+        """One line, longest wait first; of very many groups the oldest."""
         now_s = time.monotonic()
         rows = sorted(self._waiting.items(), key=lambda item: item[1][1])
-        lines = [f"{loop}: {words} ({now_s - since_s:.0f} s)" for loop, (words, since_s) in rows]
+        lines = [
+            f"{loop}: {words}{self._place_of(loop)} ({now_s - since_s:.0f} s)"
+            for loop, (words, since_s) in rows[:_MOST_LINES]
+        ]
+        if len(rows) > _MOST_LINES:
+            lines.append(f"and {len(rows) - _MOST_LINES} more")
         return "; ".join(lines) if lines else "nothing: every loop is busy"
+
+    def _place_of(self, loop: str) -> str:
+        server = self._places.get(loop)
+        return f" from server {server}" if server else ""
 
 
 class LoopLag:

@@ -15,6 +15,7 @@ def audit(outcome: Outcome) -> None:
 
 def audit_accounts(outcome: Outcome) -> None:
     """Invariant 3 alone, which holds whatever the rules are about staleness."""
+    _audit_candidates(outcome)
     _audit_fates(outcome)
     _audit_tokens(outcome)
 
@@ -70,6 +71,29 @@ def _audit_starvation(outcome: Outcome) -> None:
         if fate.outcome in ("dropped", "returned") and fate.reason in ("stale", "run_ended")
     }
     _require(outcome, not passed_over, f"no draw is given up for its age: {sorted(passed_over)}")
+
+
+def _audit_candidates(outcome: Outcome) -> None:
+    """Every candidate is listed once, as the next draw or as skipped."""
+    listed, counts = outcome.considered, outcome.counts
+    assert counts is not None
+    numbers = [entry.candidate.number for entry in listed]
+    _require(
+        outcome,
+        numbers == list(range(counts.considered)),
+        f"every candidate is listed once and in order: {counts.considered} were considered, {len(numbers)} listed",
+    )
+    accepted = [entry for entry in listed if entry.draw_id is not None]
+    _require(
+        outcome,
+        [entry.draw_id for entry in accepted] == list(range(counts.issued)),
+        f"a candidate that is not skipped is a draw: {len(accepted)} accepted, {counts.issued} issued",
+    )
+    _require(
+        outcome,
+        all(entry.candidate.accepted == (entry.draw_id is not None) for entry in listed),
+        "the sampler decides which candidates are skipped",
+    )
 
 
 def _audit_fates(outcome: Outcome) -> None:

@@ -53,7 +53,7 @@ def simulate(
     if others:
         show_divisions(console, by_size, best(predictions))
     if measured is not None:
-        show_measured(console, measured, own_prediction)
+        show_measured(console, config, measured, own_prediction)
     if json_file is not None:
         _write(json_file, _json_of(config, own_prediction, by_size, measured))
     if plot_file is not None:
@@ -83,7 +83,8 @@ def _json_of(
     }
     if measured is not None:
         row["measured_median_step_s"] = measured.step_s
-        row["deviation"] = own.figures.median_step_s / measured.step_s - 1
+        if measured.is_of(config):
+            row["deviation"] = own.figures.median_step_s / measured.step_s - 1
     return json.dumps(row, indent=1) + "\n"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from asyppo_async.trainer.coordinator.membership_state import MembershipState, Session
+from asyppo_async.trainer.coordinator.membership_state import MembershipState, Sending
 from asyppo_async.trainer.coordinator.simulate.clock import Event, VirtualClock
 from asyppo_async.trainer.coordinator.simulate.scenario import Fault, Scenario
 from asyppo_async.trainer.coordinator.simulate.server import Sequence, SimServer
@@ -52,7 +52,7 @@ class SimFleet:
 
     def submit(self, sequences: list[Sequence]) -> None:
         """All of them to the least loaded server that serves; kept if there is none."""
-        serving = [server for name, server in self.servers.items() if self.members.serves(name)]
+        serving = [self.servers[name] for name in self.members.current]
         if not serving:
             self._homeless.append(sequences)
             return
@@ -102,42 +102,45 @@ class SimFleet:
         A failed publication, or one whose receiver died, is repeated until it succeeds; a server that joins
         meanwhile waits for the next one. Without a server nothing is sent before one joins.
         """
-        session = self.members.open_session(version)
-        if session is None:
+        sending = self.members.open(version)
+        if sending is None:
             return
+        self.members.met(sending)
         scenario = self._scenario
         seconds = scenario.publication_s
-        if scenario.chance("publication", self.num_publications) < scenario.failed_publication_fraction:
+        if scenario.happens(scenario.failed_publication_fraction, "publication", self.num_publications):
             seconds *= 2
         self.num_publications += 1
         self._on_served = on_served
-        self._publishing = self._clock.after(seconds, lambda: self._load(session))
+        self._publishing = self._clock.after(seconds, lambda: self._load(sending))
 
-    def _load(self, session: Session) -> None:
-        for server in self._servers_of(session):
+    def _load(self, sending: Sending) -> None:
+        if self._scenario.weights == "direct":
+            self.members.loading(sending)
+        for server in self._servers_of(sending):
             server.advance(self._clock.now_s)
             server.is_paused = True
             self._wake_at_next_end(server)
-        self._publishing = self._clock.after(self._scenario.pause_s, lambda: self._commit(session))
+        self._publishing = self._clock.after(self._scenario.pause_s, lambda: self._commit(sending))
 
-    def _commit(self, session: Session) -> None:
+    def _commit(self, sending: Sending) -> None:
         self._publishing = None
-        self.members.completed(session.epoch)
+        self.members.completed(sending)
         recompute = self._scenario.kv_on_update == "recompute"
-        for server in self._servers_of(session):
+        for server in self._servers_of(sending):
             server.advance(self._clock.now_s)
             server.is_paused = False
-            server.commit(session.version, recompute=recompute)
+            server.commit(sending.version, recompute=recompute)
             self._wake_at_next_end(server)
         homeless, self._homeless = self._homeless, []
         for sequences in homeless:
             self.submit(sequences)
-        self._on_served(session.version)
+        self._on_served(sending.version)
         if self.members.has_joiners:
             self._on_joiner()
 
-    def _servers_of(self, session: Session) -> list[SimServer]:
-        return [self.servers[name] for name in session.names]
+    def _servers_of(self, sending: Sending) -> list[SimServer]:
+        return [self.servers[name] for name in sending.names]
 
     def _end_publication(self) -> None:
         if self._publishing is not None:
@@ -161,6 +164,9 @@ class SimFleet:
             self._crash(name, server)
             self._clock.after(fault.duration_s, lambda: self._join(name))
             return
+        if fault.kind == "pin":
+            self._pin(name, fault.duration_s)
+            return
         if fault.kind == "freeze":
             server.is_frozen = True
         else:
@@ -168,22 +174,40 @@ class SimFleet:
         self._wake_at_next_end(server)
         self._clock.after(fault.duration_s, lambda: self._recover(server))
 
+    def _pin(self, name: str, duration_s: float) -> None:
+        """An evaluation keeps a version: as in the event loop, unless that would leave nobody to train with."""
+        current = self.members.current
+        if (
+            self.members.sending is None
+            and self.members.aside is None
+            and name in current
+            and len(current) > 1
+        ):
+            self.members.set_aside(name)
+            self._clock.after(duration_s, self._unpin)
+
+    def _unpin(self) -> None:
+        self.members.bring_back()
+        if not self.members.current:
+            self._on_joiner()
+
     def _crash(self, name: str, server: SimServer) -> None:
         """Its sequences go elsewhere with the tokens that had arrived; a publication to it is sent again at once."""
         server.is_alive = False
-        session = self.members.session
+        sending = self.members.sending
         breaks = self.members.lost(name)
         for sequence in server.clear():
             del self._homes[sequence]
             self.submit([sequence])
         self._wake_at_next_end(server)
-        if breaks and session is not None:
+        if breaks and sending is not None:
             self._end_publication()
-            for other in self._servers_of(session):
+            for other in self._servers_of(sending):
                 other.advance(self._clock.now_s)
-                other.is_paused = False
+                # With the old weights gone a server releases nothing before the repeat is complete.
+                other.is_paused = other.is_paused and self._scenario.weights == "direct"
                 self._wake_at_next_end(other)
-            self.publish(session.version, self._on_served)
+            self.publish(sending.version, self._on_served)
 
     def _recover(self, server: SimServer) -> None:
         server.advance(self._clock.now_s)

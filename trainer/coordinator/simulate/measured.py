@@ -10,12 +10,15 @@ from pathlib import Path
 from asyppo_async.config.load import load_config
 from asyppo_async.config.sections import SimulateSection, TrainConfig
 from asyppo_async.errors import ConfigError
-from asyppo_async.trainer.coordinator.simulate.plan import division_of, scenario_of
-from asyppo_async.trainer.coordinator.simulate.scenario import Scenario
+from asyppo_async.trainer.coordinator.simulate.plan import division_of, num_warm_up, scenario_of
 from asyppo_async.trainer.coordinator.simulate.world import World
 
 _NUM_FIRST = 2
 """First steps of a run that are left out: compilation, caches, an empty queue."""
+_NUM_SIMULATED = 8
+_SLOWEST, _FASTEST, _PRECISION = 1e-4, 1e4, 0.005
+"""Of the search for the fleet's speed, in times of the assumed one."""
+IN_FLIGHT = "rollout/in_flight_mean_s"
 _P95 = 1.6449
 """Standard deviations from the median to the 95th percentile."""
 
@@ -36,16 +39,18 @@ class Measured:
     num_steps: int
     step_s: float
     wait_s: float
-    first_wait_s: float
-    """Of the very first step, when the whole fleet generates and nobody trains."""
+    in_flight_s: float
+    """Of a group, from its admission until it was generated and rewarded."""
     training_s: float
     """What is left of a step without wait and publication."""
     publication_s: float
     pause_s: float
     batch_tokens: float
     lengths: Lengths
-    first_lengths: Lengths
-    """Of the first batch."""
+
+    def is_of(self, config: TrainConfig) -> bool:
+        """Whether the run had these settings, what is assumed of the machines aside."""
+        return config.model_copy(update={"simulate": self.config.simulate}) == self.config
 
 
 def read_run(folder: Path) -> Measured:
@@ -65,6 +70,8 @@ def read_run(folder: Path) -> Measured:
     rows = [row for row in rows if not row.get("abandoned", False)]
     if len(rows) < _NUM_FIRST + 2:
         raise ConfigError(f"{path} has {len(rows)} steps; at least {_NUM_FIRST + 2} are needed")
+    if IN_FLIGHT not in rows[-1]:
+        raise ConfigError(f"{path} has no {IN_FLIGHT}: the run was made before it was measured; run it again")
     later = rows[_NUM_FIRST:]
     publication_s, pause_s = _median(later, "time/publication_s"), _median(later, "weights/commit_s")
     return Measured(
@@ -72,7 +79,7 @@ def read_run(folder: Path) -> Measured:
         num_steps=len(rows),
         step_s=_median(later, "time/step_s"),
         wait_s=_median(later, "time/wait_s"),
-        first_wait_s=float(rows[0]["time/wait_s"]),
+        in_flight_s=_median(later, IN_FLIGHT),
         training_s=statistics.median(
             row["time/step_s"] - row["time/wait_s"] - row["time/publication_s"] for row in later
         ),
@@ -80,15 +87,15 @@ def read_run(folder: Path) -> Measured:
         pause_s=min(pause_s, publication_s),
         batch_tokens=_median(later, "batch/tokens"),
         lengths=_lengths(later),
-        first_lengths=_lengths(rows[:1]),
     )
 
 
 def assume(config: TrainConfig, measured: Measured) -> TrainConfig:
     """`config` with the measured speeds, lengths and times in its `[simulate]`.
 
-    The speed of the fleet is scaled so that the simulated wait for a batch is the measured one where nothing but
-    generation is in it: every step of a synchronous run, the first step of another.
+    The speed of the fleet is the one at which the run, simulated as it was, takes as long to generate as it did: what
+    a synchronous run waits for a batch, what a group of another is in flight. Only the ratio of the speeds alone and
+    full is left as assumed.
     """
     assumed = config.simulate.model_copy(
         update={
@@ -101,18 +108,34 @@ def assume(config: TrainConfig, measured: Measured) -> TrainConfig:
             "pause_s": measured.pause_s,
         }
     )
-    is_synchronous = measured.config.staleness.max_staleness == 0
-    wait_s = measured.wait_s if is_synchronous else measured.first_wait_s
-    lengths = measured.lengths if is_synchronous else measured.first_lengths
-    as_it_was = measured.config.model_copy(update={"simulate": _with_lengths(assumed, lengths)})
-    speed = first_wait_s(scenario_of(as_it_was, division_of(as_it_was))) / max(1e-3, wait_s)
-    assumed = _with_lengths(assumed, measured.lengths).model_copy(
-        update={
-            "alone_tokens_per_s": assumed.alone_tokens_per_s * speed,
-            "full_tokens_per_s": assumed.full_tokens_per_s * speed,
-        }
-    )
-    return config.model_copy(update={"simulate": assumed})
+    assumed = _with_lengths(assumed, measured.lengths)
+    as_it_was = measured.config.model_copy(update={"simulate": assumed})
+    return config.model_copy(update={"simulate": _at_speed(config, assumed, _speed_of(as_it_was, measured))})
+
+
+def _speed_of(as_it_was: TrainConfig, measured: Measured) -> float:
+    """By bisection: how many times the assumed speed the fleet has."""
+    is_synchronous = as_it_was.staleness.max_staleness == 0
+    wanted_s = max(1e-3, measured.wait_s if is_synchronous else measured.in_flight_s)
+
+    def generation_s(speed: float) -> float:
+        config = as_it_was.model_copy(update={"simulate": _at_speed(as_it_was, as_it_was.simulate, speed)})
+        world = World(scenario_of(config, division_of(config)), debug=False)
+        steps = world.run(until_step=num_warm_up(config) + _NUM_SIMULATED).steps[num_warm_up(config) :]
+        return statistics.fmean(step.waited_s if is_synchronous else step.in_flight_s for step in steps)
+
+    slow, fast = _SLOWEST, _FASTEST
+    while fast / slow > 1 + _PRECISION:
+        middle = math.sqrt(slow * fast)
+        slow, fast = (middle, fast) if generation_s(middle) > wanted_s else (slow, middle)
+    return math.sqrt(slow * fast)
+
+
+def _at_speed(config: TrainConfig, assumed: SimulateSection, speed: float) -> SimulateSection:
+    """Both speeds scaled, the one of a full server limited to what that many slots can make."""
+    alone = assumed.alone_tokens_per_s
+    full = min(max(alone, assumed.full_tokens_per_s), alone * config.fleet.max_num_seqs)
+    return assumed.model_copy(update={"alone_tokens_per_s": alone * speed, "full_tokens_per_s": full * speed})
 
 
 def _with_lengths(assumed: SimulateSection, lengths: Lengths) -> SimulateSection:
@@ -125,12 +148,6 @@ def _with_lengths(assumed: SimulateSection, lengths: Lengths) -> SimulateSection
             "member_sigma": sigma / math.sqrt(2),
         }
     )
-
-
-def first_wait_s(scenario: Scenario) -> float:
-    """Seconds from the first admission to the first batch."""
-    outcome = World(scenario, debug=False).run(until_step=1)
-    return outcome.steps[0].began_s - scenario.publication_s - scenario.pause_s
 
 
 def log_sigma(mean: float, p95: float) -> float:

@@ -78,8 +78,9 @@ def scenario_of(config: TrainConfig, division: Division) -> Scenario:
     return Scenario(
         seed=config.run.seed,
         settings=settings,
-        num_prompts=config.task.num_train,
+        num_prompts=sum(entry.num_train for entry in config.task.entries),
         num_epochs=None,
+        least_acceptance=1.0,
         servers=(server,) * division.num_servers,
         lengths=_lengths(config),
         step_s=assumed.step_overhead_s,
@@ -88,6 +89,7 @@ def scenario_of(config: TrainConfig, division: Division) -> Scenario:
         critic_ahead=config.algorithm.schedule == "critic_ahead",
         publication_s=assumed.publication_s,
         pause_s=assumed.pause_s,
+        weights="staged",
         publication_blocks_trainer=True,
         kv_on_update=config.weights.kv_on_update,
         members_apart=False,

@@ -10,7 +10,7 @@ def random_scenario(
     seed: int, *, settings: DecisionSettings | None = None, has_faults: bool = True, has_losses: bool = True
 ) -> Scenario:
     """`settings` replaces the drawn ones. `has_faults`: servers and coordinator may fail; `has_losses`: draws may."""
-    rng = random.Random(f"scenario:{seed}")
+    rng, own = random.Random(f"scenario:{seed}"), random.Random(f"more:{seed}")
     chosen = settings or _settings(rng)
     step_s = rng.choice([1.0, 10.0, 30.0])
     median_tokens = rng.choice([20, 100, 400])
@@ -18,10 +18,8 @@ def random_scenario(
     slots = [rng.choice([1, 2, 8, 32]) for _ in range(num_servers)]
     # Seconds in which the fleet would generate one batch, and from it the speed of a token.
     batch_s = step_s * rng.choice([0.1, 0.7, 1.0, 3.0])
-    num_waves = max(1.0, chosen.batch_size * chosen.group_size / sum(slots))
-    token_s = batch_s / (num_waves * median_tokens)
-    num_steps = chosen.num_steps or 12
-    horizon_s = 2 * num_steps * max(step_s, batch_s)
+    token_s = batch_s / (max(1.0, chosen.batch_size * chosen.group_size / sum(slots)) * median_tokens)
+    horizon_s = 2 * (chosen.num_steps or 12) * max(step_s, batch_s)
     servers = tuple(
         ServerPlan(
             num_slots=num_slots,
@@ -38,6 +36,7 @@ def random_scenario(
         settings=chosen,
         num_prompts=rng.choice([7, 50, 1000]),
         num_epochs=None,
+        least_acceptance=own.choice([1.0, 1.0, 0.1]) if has_losses else 1.0,
         servers=servers,
         lengths=LengthPlan(
             median_tokens=median_tokens,
@@ -52,6 +51,7 @@ def random_scenario(
         critic_ahead=chosen.max_staleness >= 1 and rng.random() < 0.3,
         publication_s=step_s * rng.choice([0.01, 0.2, 1.5]),
         pause_s=step_s * rng.choice([0.0, 0.05]),
+        weights="direct" if own.random() < 0.3 else "staged",
         publication_blocks_trainer=rng.random() < 0.5,
         kv_on_update=rng.choice(["keep", "recompute"]),
         members_apart=rng.random() < 0.5,
@@ -62,7 +62,7 @@ def random_scenario(
         lost_fraction=rng.choice([0.0, 0.05]) if losses else 0.0,
         duplicated_fraction=rng.choice([0.0, 0.5]),
         deadline_s=horizon_s * (rng.choice([0.5, 2.0]) if losses else 100.0),
-        faults=_faults(rng, num_servers, horizon_s) if has_faults else (),
+        faults=_faults(rng, own, num_servers, horizon_s) if has_faults else (),
         checkpoint_every_steps=rng.choice([1, 1, 2, 5]),
         restores_queue=rng.random() < 0.5,
     )
@@ -84,8 +84,8 @@ def _settings(rng: random.Random) -> DecisionSettings:
     )
 
 
-def _faults(rng: random.Random, num_servers: int, horizon_s: float) -> tuple[Fault, ...]:
-    return tuple(
+def _faults(rng: random.Random, own: random.Random, num_servers: int, horizon_s: float) -> tuple[Fault, ...]:
+    failures = [
         Fault(
             kind=rng.choice(["crash", "freeze", "slow", "kill_coordinator"]),
             at_s=rng.uniform(0, horizon_s),
@@ -93,4 +93,14 @@ def _faults(rng: random.Random, num_servers: int, horizon_s: float) -> tuple[Fau
             server=rng.randrange(num_servers),
         )
         for _ in range(rng.choice([0, 1, 2, 4, 8]))
-    )
+    ]
+    evaluations = [
+        Fault(
+            kind="pin",
+            at_s=own.uniform(0, horizon_s),
+            duration_s=own.uniform(0, horizon_s / 4),
+            server=own.randrange(num_servers),
+        )
+        for _ in range(own.choice([0, 0, 1, 4]))
+    ]
+    return (*failures, *evaluations)

@@ -9,9 +9,9 @@ from asyppo_async.trainer.coordinator.draws import (
     Answer,
     Draw,
     DrawRecord,
-    Fate,
     GroupFacts,
     LedgerCounts,
+    News,
     TokenCounts,
     TokenUse,
 )
@@ -80,14 +80,7 @@ class RivalRule(ABC):
         draws: list[Draw] = []
         while min(self.room(), self.settings.max_concurrent_groups - self.ledger.num_in_flight) > 0:
             candidate = self._sampler.next_candidate()
-            draws.append(
-                self.ledger.issue(
-                    prompt_id=candidate.prompt_id,
-                    epoch=candidate.epoch,
-                    version=self.served_version,
-                    now_s=now_s,
-                )
-            )
+            draws.append(self.ledger.issue(candidate, version=self.served_version, now_s=now_s))
             self.on_event("issued")
         return draws
 
@@ -179,14 +172,14 @@ class RivalRule(ABC):
             waited_s=chosen.waited_s,
             step_s=now_s - self._began_s,
             lead_limit=self.ledger.num_outstanding,
-            fates=self.ledger.take_fates(),
+            news=self.ledger.take_news(),
         )
 
-    def close(self, now_s: float) -> tuple[Fate, ...]:
+    def close(self, now_s: float) -> News:
         for step in list(self.ledger.chosen):
             self.ledger.unchoose(step)
         self.ledger.drop_all("run_ended", version=self._version, now_s=now_s)
-        return self.ledger.take_fates()
+        return self.ledger.take_news()
 
     def counts(self) -> LedgerCounts:
         return self.ledger.counts()

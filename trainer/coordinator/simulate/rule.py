@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from asyppo_async.trainer.coordinator.decisions import StepReport
-from asyppo_async.trainer.coordinator.draws import Answer, Draw, Fate, LedgerCounts, TokenCounts, TokenUse
+from asyppo_async.trainer.coordinator.draws import Answer, Draw, LedgerCounts, News, TokenCounts, TokenUse
 from asyppo_async.trainer.coordinator.order import Chosen, Waiting
 
 
@@ -48,7 +48,7 @@ class Rule(Protocol):
 
     def end_step(self, now_s: float, use: TokenUse) -> StepReport: ...
 
-    def close(self, now_s: float) -> tuple[Fate, ...]: ...
+    def close(self, now_s: float) -> News: ...
 
     def counts(self) -> LedgerCounts: ...
 

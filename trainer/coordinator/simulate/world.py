@@ -3,7 +3,7 @@
 Everything that the core is told passes through here, and here it is lost, doubled, late or killed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from asyppo_async.errors import Stalled
@@ -13,7 +13,7 @@ from asyppo_async.trainer.coordinator.draws import Draw, TokenUse
 from asyppo_async.trainer.coordinator.order import Chosen, Waiting
 from asyppo_async.trainer.coordinator.simulate.clock import VirtualClock
 from asyppo_async.trainer.coordinator.simulate.fleet import SimFleet
-from asyppo_async.trainer.coordinator.simulate.in_progress import Checkpoint, Rollout
+from asyppo_async.trainer.coordinator.simulate.in_progress import Checkpoint, Rollout, rollout_of
 from asyppo_async.trainer.coordinator.simulate.outcome import Outcome, SimGroup, SimStep
 from asyppo_async.trainer.coordinator.simulate.rival_rule import RivalRule
 from asyppo_async.trainer.coordinator.simulate.rule import Rule
@@ -46,7 +46,7 @@ class World:
         self._is_blocked = False
         """Ended a step, and has to send its weights before the next one."""
         self._incarnation = 0
-        self._checkpoint = Checkpoint(core=core.state(), groups={}, num_steps=0, num_fates=0)
+        self._checkpoint = Checkpoint(core=core.state(), groups={}, begun={}, num_steps=0, num_fates=0)
         for fault in scenario.faults:
             if fault.kind == "kill_coordinator":
                 self._clock.at(fault.at_s, self._kill)
@@ -71,7 +71,7 @@ class World:
                 on_step(num_told)
         for rollout in list(self._rollouts.values()):
             self._stop(rollout)
-        outcome.fates.extend(self.rule.close(self._clock.now_s))
+        outcome.add(self.rule.close(self._clock.now_s))
         outcome.duration_s = self._clock.now_s
         outcome.counts, outcome.tokens = self.rule.counts(), self.rule.token_counts()
         return outcome
@@ -100,30 +100,18 @@ class World:
             self._stop(self._rollouts[draw.draw_id])
             self.rule.fail(draw, reason="cancelled", now_s=self._clock.now_s)
 
-    def _start(self, draw: Draw) -> None:
+    def _start(self, draw: Draw, begun: Iterable[Sequence] = ()) -> None:
         scenario = self._scenario
-        sequences = {
-            member: Sequence(
-                draw=draw,
-                member=member,
-                length=scenario.length(draw, member),
-                prompt_tokens=scenario.lengths.prompt_tokens,
-            )
-            for member in range(scenario.settings.group_size)
-        }
-        self._groups.pop(draw.draw_id, None)
-        self._rollouts[draw.draw_id] = Rollout(
-            draw=draw,
-            deadline=self._clock.after(
-                scenario.deadline_s, lambda: self._complete(self._rollouts[draw.draw_id], reason="deadline")
-            ),
-            missing=sequences,
+        deadline = self._clock.after(
+            scenario.deadline_s, lambda: self._complete(self._rollouts[draw.draw_id], reason="deadline")
         )
-        if scenario.members_apart:
-            for sequence in sequences.values():
-                self._fleet.submit([sequence])
-        else:
-            self._fleet.submit(list(sequences.values()))
+        self._groups.pop(draw.draw_id, None)
+        rollout = self._rollouts[draw.draw_id] = rollout_of(scenario, draw, deadline, begun)
+        sequences = list(rollout.missing.values())
+        for together in [[each] for each in sequences] if scenario.members_apart else [sequences]:
+            self._fleet.submit(together)
+        if not sequences:
+            self._complete(rollout, reason="failed_reward")
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         rollout = self._rollouts[sequence.draw.draw_id]
@@ -132,7 +120,7 @@ class World:
         self.rule.record_tokens(rollout.draw, rollout.num_ended_tokens)
         if not rollout.missing:
             key = (rollout.draw.draw_id, rollout.draw.attempt)
-            rollout.is_silent = self._scenario.chance("lost", *key) < self._scenario.lost_fraction
+            rollout.is_silent = self._scenario.happens(self._scenario.lost_fraction, "lost", *key)
             if not rollout.is_silent:
                 self._complete(rollout, reason="failed_reward")
 
@@ -145,15 +133,15 @@ class World:
             sequence
             for sequence in rollout.ended
             if not rollout.is_silent
-            and scenario.chance("reward", *key, sequence.member) >= scenario.failed_reward_fraction
+            and not scenario.happens(scenario.failed_reward_fraction, "reward", *key, sequence.member)
         ]
-        if not kept or scenario.chance("doomed", draw.prompt_id) < scenario.doomed_fraction:
+        if not kept or scenario.happens(scenario.doomed_fraction, "doomed", draw.prompt_id):
             self.rule.fail(draw, reason=reason, now_s=now_s)
-        elif scenario.chance("filtered", *key) < scenario.filtered_fraction:
+        elif scenario.happens(scenario.filtered_fraction, "filtered", *key):
             self.rule.filter(draw, reason="equal_rewards", now_s=now_s)
         else:
             self._finish(draw, kept)
-            if scenario.chance("duplicated", *key) < scenario.duplicated_fraction:
+            if scenario.happens(scenario.duplicated_fraction, "duplicated", *key):
                 delay_s = 10 * scenario.step_s * scenario.chance("delay", *key)
                 incarnation = self._incarnation
                 self._clock.after(delay_s, lambda: self._repeat(draw, kept, incarnation))
@@ -193,7 +181,7 @@ class World:
         scenario, now_s = self._scenario, self._clock.now_s
         self._is_training = self._has_news = True  # the batch has left the queue: there may be room
         self.rule.begin_step(now_s)
-        is_skipped = scenario.chance("skipped", batch.step) < scenario.skipped_fraction
+        is_skipped = scenario.happens(scenario.skipped_fraction, "skipped", batch.step)
         seconds = scenario.training_s(batch.num_tokens) / (10 if is_skipped else 1)
         incarnation = self._incarnation
         self._clock.after(
@@ -224,13 +212,14 @@ class World:
         report = self.rule.end_step(now_s, use)
         tokens = self.rule.token_counts()
         self._outcome.busy_s += now_s - began_s
-        self._outcome.fates.extend(report.fates)
+        self._outcome.add(report.news)
         self._outcome.steps.append(
             SimStep(
                 step=batch.step,
                 began_s=began_s,
                 ended_s=now_s,
                 waited_s=batch.waited_s,
+                in_flight_s=batch.in_flight_s,
                 groups=groups,
                 num_trained_tokens=use.trained,
                 token_bound=batch.token_bound,
@@ -270,6 +259,7 @@ class World:
         self._checkpoint = Checkpoint(
             core=self.rule.state(),
             groups=dict(self._groups),
+            begun={draw_id: rollout.begun() for draw_id, rollout in self._rollouts.items()},
             num_steps=len(self._outcome.steps),
             num_fates=len(self._outcome.fates),
         )
@@ -282,19 +272,23 @@ class World:
             self._outcome.num_tokens += rollout.num_tokens
         self._rollouts.clear()
         saved = self._checkpoint
-        self._groups = dict(saved.groups) if self._scenario.restores_queue else {}
-        del self._outcome.steps[saved.num_steps :]
-        del self._outcome.fates[saved.num_fates :]
-        self._outcome.num_resumes += 1
+        restores = self._scenario.restores_queue
+        self._groups = dict(saved.groups) if restores else {}
+        begun = {draw_id: some for draw_id, some in saved.begun.items() if some and restores}
+        self._outcome.resume(saved.num_steps, saved.core.totals.considered, saved.num_fates)
         self._incarnation += 1
         self._is_training = self._is_blocked = False
         self._unended, self._has_news = None, True
-        self.rule = DecisionCore.from_state(
+        self.rule = core = DecisionCore.from_state(
             CoreState.from_json(saved.core.to_json()),
             settings=self._scenario.settings,
             sampler=sampler_of(self._scenario),
-            restored_draw_ids=self._groups.keys(),
+            restored_draw_ids={*self._groups, *begun},
             now_s=self._clock.now_s,
             debug=self._debug,
         )
+        for record in core.live():
+            if record.state == "in_flight":
+                self._start(record.draw, begun[record.draw_id])
+                self._outcome.num_continued += 1
         self._publish()
