@@ -1,7 +1,8 @@
 """What a run reads before anything is started: model folders, tokenizer, prompts, stop ids."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -10,7 +11,10 @@ from asyppo_async.config.sections import TrainConfig
 from asyppo_async.errors import ConfigError
 from asyppo_async.fingerprint import ModelIdentity, model_identity
 from asyppo_async.tasks.protocol import TaskSpec
-from asyppo_async.tasks.registry import create_task
+from asyppo_async.tasks.stated import CLOSED, OPENED
+from asyppo_async.trainer.coordinator.mixed_sampler import TaskShare
+from asyppo_async.trainer.critic_folder import critic_folder
+from asyppo_async.trainer.prompts import TaskPrompts, check_answers, interleaved, read_prompts, task_specs
 from asyppo_async.types import Prompt, SamplingParams
 
 
@@ -20,11 +24,31 @@ class Material:
 
     identity: ModelIdentity
     tokenizer: PreTrainedTokenizerBase
-    task: TaskSpec
-    train: Mapping[str, Prompt]
-    """By prompt id."""
-    heldout: tuple[Prompt, ...]
+    tasks: tuple[TaskPrompts, ...]
     sampling: SamplingParams
+    train: Mapping[str, Prompt] = field(init=False)
+    """By prompt id."""
+    heldout: tuple[Prompt, ...] = field(init=False)
+    unspoken_ids: frozenset[int] = field(init=False)
+    """Special tokens but for think tags, which decide what is scored."""
+
+    def __post_init__(self) -> None:
+        # Made once, not at each access: a data set has millions of rows.
+        train = {prompt.id: prompt for task in self.tasks for prompt in task.train}
+        object.__setattr__(self, "train", train)
+        object.__setattr__(self, "heldout", interleaved(self.tasks))
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {*self.tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+        tags = set(self.tokenizer.convert_tokens_to_ids([OPENED, CLOSED]))
+        object.__setattr__(self, "unspoken_ids", frozenset(special - tags))
+
+    @property
+    def specs(self) -> tuple[TaskSpec, ...]:
+        return tuple(task.spec for task in self.tasks)
+
+    @property
+    def shares(self) -> tuple[TaskShare, ...]:
+        return tuple(task.share for task in self.tasks)
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -36,41 +60,46 @@ class Material:
         return self.longest_prompt_tokens + self.sampling.max_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a response, for scoring and reading only; special tokens are left out."""
-        return str(
-            self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        """Text of a response, for scoring and reading only; special tokens are left out, but for think tags."""
+        kept = [token_id for token_id in token_ids if token_id not in self.unspoken_ids]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+async def open_material(config: TrainConfig) -> Material:
+    """`read_material`, and the check of the right answers of its rows, in child processes.
+
+    Raises:
+        ConfigError, TaskError: As `read_material`, or an answer cannot be verified.
+    """
+    material = await asyncio.to_thread(read_material, config)
+    return replace(
+        material, tasks=await check_answers(material.tasks, config.task, config.run.join_timeout_s)
+    )
 
 
 def read_material(config: TrainConfig) -> Material:
     """Read and check what the run stands on.
 
     Raises:
-        ConfigError: A model folder is missing or not one, its critic has another tokenizer, or a prompt is longer
-            than the model takes.
-        TaskError: The task is unknown or has too few prompts.
+        ConfigError: A model folder is missing or not one, its critic has another tokenizer, or a response alone is
+            longer than the model takes.
+        TaskError: A task is unknown, its data are broken, or it has too few prompts.
     """
     check_model_folder(config.actor.model, "actor.model")
     identity = model_identity(config.actor.model)
-    if config.critic.count > 0 and config.critic.model is not None:
-        check_model_folder(config.critic.model, "critic.model")
-        _check_critic(config.critic.model, config.actor.model, identity)
+    if config.critic.model is not None:
+        for folder in sorted(
+            {critic_folder(config.critic.model, index) for index in range(config.critic.count)}
+        ):
+            check_model_folder(folder, "critic.model")
+            _check_critic(folder, config.actor.model, identity)
     tokenizer = load_tokenizer(config.actor.model)
-    spec = TaskSpec(
-        name=config.task.name,
-        seed=config.run.seed,
-        system_prompt=config.task.system_prompt or "",
-        params=dict(config.task.params),
-    )
-    task = create_task(spec)
-    material = Material(
+    max_prompt_tokens = _max_prompt_tokens(config, identity)
+    specs = task_specs(config.task, config.run.seed)
+    return Material(
         identity=identity,
         tokenizer=tokenizer,
-        task=spec,
-        train={prompt.id: prompt for prompt in task.prompts("train", config.task.num_train, tokenizer)},
-        heldout=tuple(task.prompts("heldout", config.task.num_heldout, tokenizer)),
+        tasks=read_prompts(config.task, specs, tokenizer, max_prompt_tokens),
         sampling=SamplingParams(
             temperature=config.sampling.temperature,
             top_p=config.sampling.top_p,
@@ -81,13 +110,20 @@ def read_material(config: TrainConfig) -> Material:
             stop_token_ids=_stop_token_ids(identity, tokenizer, config.actor.model),
         ),
     )
-    if material.longest_tokens > identity.max_positions:
+
+
+def _max_prompt_tokens(config: TrainConfig, identity: ModelIdentity) -> int:
+    """The longest prompt that leaves room for a response."""
+    taken, by = identity.max_positions, f"actor.model {config.actor.model}"
+    if not config.fleet.servers and 0 < config.fleet.max_model_len < taken:
+        taken, by = config.fleet.max_model_len, "fleet.max_model_len"
+    room, asked = taken - config.sampling.max_tokens, config.task.max_prompt_tokens
+    if max(asked, 1) > room:
         raise ConfigError(
-            f"the longest prompt ({material.longest_prompt_tokens} tokens) and sampling.max_tokens "
-            f"({material.sampling.max_tokens}) exceed the {identity.max_positions} tokens that "
-            f"actor.model {config.actor.model} takes"
+            f"sampling.max_tokens ({config.sampling.max_tokens}) and a prompt of {max(asked, 1)} tokens"
+            f"{' (task.max_prompt_tokens)' if asked else ''} exceed the {taken} tokens that {by} takes"
         )
-    return material
+    return asked or room
 
 
 def _check_critic(folder: Path, actor: Path, identity: ModelIdentity) -> None:
