@@ -40,6 +40,7 @@ def run(lead: Lead, generation_over_training: float) -> Outcome:
         settings=settings,
         num_prompts=5000,
         num_epochs=None,
+        least_acceptance=1.0,
         servers=(plan, plan),
         lengths=LengthPlan(
             median_tokens=100, prompt_sigma=0.7, member_sigma=0.2, max_tokens=2000, prompt_tokens=0
@@ -50,6 +51,7 @@ def run(lead: Lead, generation_over_training: float) -> Outcome:
         critic_ahead=False,
         publication_s=1.0,
         pause_s=0.1,
+        weights="staged",
         publication_blocks_trainer=False,
         kv_on_update="keep",
         members_apart=True,

@@ -58,9 +58,12 @@ def test_random_worlds_are_hard_enough_when_counted_over_many_seeds() -> None:
         settings = outcome.scenario.settings
         reached = max(step.staleness for step in outcome.steps)
         seen["resumed"] += outcome.num_resumes > 0
+        seen["continued"] += outcome.num_continued > 0
         seen["reduced"] += counts.reduced > 0
         seen["filtered"] += counts.filtered > 0
         seen["dropped"] += counts.dropped > 0
+        seen["skipped"] += counts.skipped > 0
+        seen["skipped and resumed"] += counts.skipped > 0 and outcome.num_resumes > 0
         seen["late"] += counts.late_messages > 0
         seen["stale tokens"] += tokens.stale > 0
         seen["mixed versions"] += any(
@@ -74,9 +77,12 @@ def test_random_worlds_are_hard_enough_when_counted_over_many_seeds() -> None:
         what
         for what in (
             "resumed",
+            "continued",
             "reduced",
             "filtered",
             "dropped",
+            "skipped",
+            "skipped and resumed",
             "late",
             "stale tokens",
             "mixed versions",

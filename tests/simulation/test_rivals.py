@@ -47,6 +47,7 @@ def scenario_of(on_stale: OnStale = "wait", prompt_sigma: float = 1.2) -> Scenar
         settings=settings,
         num_prompts=2000,
         num_epochs=None,
+        least_acceptance=1.0,
         servers=(
             ServerPlan(num_slots=32, base_s=0.05, per_sequence_s=0.0, prefill_s_per_token=0.0, joins_s=0.0),
         )
@@ -60,6 +61,7 @@ def scenario_of(on_stale: OnStale = "wait", prompt_sigma: float = 1.2) -> Scenar
         critic_ahead=False,
         publication_s=0.5,
         pause_s=0.1,
+        weights="staged",
         publication_blocks_trainer=True,
         kv_on_update="keep",
         members_apart=False,

@@ -4,10 +4,12 @@ Numbers of the rules that are not ours: `algorithms.md` section 8 (admission gat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from asyppo_async.trainer.coordinator.admission import room_within
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.decisions import DecisionSettings, OnStale
 from asyppo_async.trainer.coordinator.draws import Draw, TokenUse
@@ -66,9 +68,8 @@ def run_naive(rule: Rule) -> tuple[int, int]:
     return worst, tick
 
 
-def run_ours(on_stale: OnStale) -> tuple[DecisionCore, int]:
-    """(core after the run, ticks) in the same world; only the first attempt of draw 0 is slow."""
-    settings = DecisionSettings(
+def settings_of(on_stale: OnStale) -> DecisionSettings:
+    return DecisionSettings(
         batch_size=BATCH_SIZE,
         group_size=1,
         num_critics=0,
@@ -80,6 +81,11 @@ def run_ours(on_stale: OnStale) -> tuple[DecisionCore, int]:
         max_replacements_per_step=100,
         num_steps=NUM_STEPS,
     )
+
+
+def run_ours(on_stale: OnStale) -> tuple[DecisionCore, int]:
+    """(core after the run, ticks) in the same world; only the first attempt of draw 0 is slow."""
+    settings = settings_of(on_stale)
     sampler = EpochSampler(prompt_ids=[f"p{index}" for index in range(1000)], seed=0, num_epochs=None)
     core = DecisionCore(settings=settings, sampler=sampler, debug=True)
     core.served(0)
@@ -106,21 +112,86 @@ def run_ours(on_stale: OnStale) -> tuple[DecisionCore, int]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "worst", "ticks"),
-    [(in_finish_order, 25, 40), (oldest_finished_first, 24, 40), (oldest_of_all, 2, 64)],
+    ("rule", "key"),
+    [
+        (in_finish_order, "straggler_eta2_finish"),
+        (oldest_finished_first, "straggler_eta2_sorted_finished"),
+        (oldest_of_all, "straggler_eta2_start"),
+    ],
 )
 def test_staleness_when_only_admission_is_gated_is_what_was_published(
-    rule: Rule, worst: int, ticks: int
+    rule: Rule, key: str, golden: dict[str, Any]
 ) -> None:
-    assert run_naive(rule) == (worst, ticks)
+    assert run_naive(rule) == (golden[key]["max_staleness"], golden[key]["ticks"])
+    assert golden[key]["dropped"] == 0
 
 
-def test_straggler_when_dropped_costs_one_group_and_no_time() -> None:
+CAPACITIES = {
+    # eta, version, groups accepted, groups running
+    "eta0 v0 B8 acc0 run0": (0, 0, 0, 0),
+    "eta0 v0 B8 run8": (0, 0, 0, 8),
+    "eta1 v0 B8 run8": (1, 0, 0, 8),
+    "eta1 v3 B8 acc28 run4": (1, 3, 28, 4),
+    "conc-bound": (8, 3, 28, 60),
+}
+
+
+def test_room_when_groups_are_accepted_and_running_is_the_published_capacity(golden: dict[str, Any]) -> None:
+    assert set(golden["capacity"]) == set(CAPACITIES)
+    for name, (eta, version, accepted, running) in CAPACITIES.items():
+        room = room_within(
+            (eta + 1) * 8,
+            served_version=version,
+            num_steps_chosen=version,
+            num_outstanding=accepted - version * 8 + running,
+            batch_size=8,
+        )
+        bounded_by_concurrency = name == "conc-bound"
+        assert (room > golden["capacity"][name]) == bounded_by_concurrency
+        assert min(room, 64 - running) == golden["capacity"][name]
+
+
+def test_admission_when_the_fleet_is_nearly_full_starts_what_it_has_slots_for(
+    golden: dict[str, Any],
+) -> None:
+    """Version 3, eta 8: 24 groups trained, 4 queued and 60 of 64 slots taken."""
+    core = DecisionCore(
+        settings=replace(settings_of("wait"), batch_size=8, max_staleness=8, max_concurrent_groups=64),
+        sampler=EpochSampler(prompt_ids=[f"p{index}" for index in range(1000)], seed=0, num_epochs=None),
+        debug=True,
+    )
+    core.served(0)
+    running: list[Draw] = []
+    for version in range(4):
+        running += core.admit(0)
+        for draw in running[: 8 if version < 3 else 4]:
+            core.finish(
+                draw,
+                num_members=1,
+                num_tokens=1,
+                oldest_version=draw.admission_version,
+                newest_version=draw.admission_version,
+                now_s=0,
+            )
+        running = running[8 if version < 3 else 4 :]
+        if version < 3:
+            assert isinstance(core.choose_batch(0), Chosen)
+            core.begin_step(0)
+            core.end_step(0, TokenUse(trained=8, stale=0, rejected=0))
+        if version < 2:
+            core.served(core.version)
+    assert len(running) == 60
+    core.served(3)
+    assert len(core.admit(0)) == golden["capacity"]["conc-bound"]
+
+
+def test_straggler_when_dropped_costs_one_group_and_no_time(golden: dict[str, Any]) -> None:
+    expected = golden["straggler_eta2_drop"]
     core, ticks = run_ours("drop")
-    assert core.max_staleness_seen <= MAX_STALENESS
-    assert ticks == 40
-    assert dict(core.counts().returned_by_reason) == {"stale": 1}
-    assert core.token_counts().dropped_by_reason == {"stale": 1}
+    assert core.max_staleness_seen <= expected["max_staleness"] == MAX_STALENESS
+    assert ticks == expected["ticks"]
+    assert dict(core.counts().returned_by_reason) == {"stale": expected["dropped"]}
+    assert core.token_counts().dropped_by_reason == {"stale": expected["dropped"]}
 
 
 def test_straggler_when_masked_costs_its_tokens_and_no_time() -> None:

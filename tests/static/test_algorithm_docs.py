@@ -62,3 +62,21 @@ def test_every_row_of_the_register_is_there_with_keys_that_exist() -> None:
         if section == "token_age":  # a function, not a key
             continue
         assert name in sections[section].model_fields, key
+
+
+PROVEN = rows("## What is proven where")
+
+
+@pytest.mark.parametrize("row", [*REGISTER, *PROVEN], ids=lambda row: f"{row[0]} {row[1]}")
+def test_row_of_the_register_or_of_the_test_list_names_tests_that_exist(row: list[str]) -> None:
+    tests = quoted(row[-1])
+    assert tests
+    for test in tests:
+        file, _, name = test.partition("::")
+        found = [base / file for base in (ROOT / "tests" / "unit", ROOT / "tests") if (base / file).is_file()]
+        assert len(found) == 1, file
+        assert f"def {name}(" in found[0].read_text(encoding="utf-8"), test
+
+
+def test_test_list_has_all_its_items() -> None:
+    assert [row[0] for row in PROVEN] == [str(number) for number in range(1, 44)]

@@ -1,9 +1,10 @@
 """What is installed is what is in the tree, and the programs start fast."""
 
+import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -52,8 +53,9 @@ assert asyppo_async.__path__[0].startswith(sys.argv[1]), asyppo_async.__path__
 assert "flash_attn" not in sys.modules
 """
     result = subprocess.run(
-        [sys.executable, "-c", smoke, str(site)],
+        [sys.executable, "-I", "-c", smoke, str(site)],
         cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         timeout=120,
         capture_output=True,
         text=True,
@@ -62,19 +64,24 @@ assert "flash_attn" not in sys.modules
     assert result.returncode == 0, result.stderr
 
 
+def child_cpu_s() -> float:
+    """Of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_when_asked_comes_in_a_second_without_torch(program: str) -> None:
     for arguments in ([], ["run"] if program == "asyppo-train" else ["serve"]):
-        started_s = time.monotonic()
+        before_s = child_cpu_s()
         command = [Path(sys.executable).with_name(program), *arguments, "--help"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        assert (
-            time.monotonic() - started_s < 3.0
-        )  # under a second on a quiet machine; the import test below is exact
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        # Of its own time, whatever else the machine does; the import test below is exact.
+        assert child_cpu_s() - before_s < 2.0
         assert "--help" in result.stdout
     heavy = ("torch", "vllm", "transformers")
     probe = f"import sys, {PROGRAMS[program]}; sys.exit(any(name in sys.modules for name in {heavy}))"
-    assert subprocess.run([sys.executable, "-c", probe], timeout=20, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", probe], timeout=60, check=False).returncode == 0
 
 
 def test_every_toml_of_the_project_loads() -> None:

@@ -16,7 +16,7 @@ SOURCES = sorted(
 
 # Lowest first; a module imports from its own layer or below. `fleet` and `trainer` never meet.
 LAYERS = [
-    {"errors", "types"},
+    {"errors", "types", "concurrency"},
     {"config", "metrics", "logs"},
     {"algorithms", "tasks"},
     {"rpc", "weights", "fingerprint"},
@@ -28,11 +28,13 @@ HOMES = {
     "zmq": ("trainer/worker/",),
     "grpc": ("asyppo_async/rpc/", "fleet/", "trainer/coordinator/membership.py"),
     "grpc_health": ("asyppo_async/rpc/", "fleet/"),
+    "prometheus_client": ("fleet/",),
     "ray": (),
     "flash_attn": (),
 }
 TORCH_FREE = (
     "asyppo_async/types.py",
+    "asyppo_async/concurrency.py",
     "asyppo_async/errors.py",
     "asyppo_async/logs.py",
     "asyppo_async/metrics.py",
@@ -40,7 +42,13 @@ TORCH_FREE = (
     "asyppo_async/rpc/",
     "asyppo_async/fingerprint.py",
 )
-LAZY_IMPORTS = ("trainer/cli.py", "fleet/cli.py", "fleet/serve.py", "trainer/worker/backend/")
+LAZY_IMPORTS = (
+    "trainer/cli.py",
+    "trainer/critic_cli.py",
+    "fleet/cli.py",
+    "fleet/serve.py",
+    "trainer/worker/backend/",
+)
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from asyppo_async.rpc.calls import CommitReport, GenerateCall, KvOnUpdate, SessionPlace
+from asyppo_async.rpc.calls import CommitReport, GenerateCall, KvOnUpdate, SessionPlace, Way
 from asyppo_async.rpc.client import FleetClient
+from asyppo_async.trainer.worker.names import CheckpointNames
 from asyppo_async.types import Float32Array, Int32Array, Response, SamplingParams
 from asyppo_async.weights.buckets import plan_buckets
-from asyppo_async.weights.manifest import Dtype, manifest_of_checkpoint
+from asyppo_async.weights.delta_wire import send_delta
+from asyppo_async.weights.host_copy import HostCopy
+from asyppo_async.weights.manifest import Dtype, Manifest, manifest_of_checkpoint
 from asyppo_async.weights.probe import ProbeGap, compare, fixed_sequences
-from asyppo_async.weights.transfer import WeightGroup, open_store, send_tensors
+from asyppo_async.weights.store import open_store
+from asyppo_async.weights.transfer import WeightGroup, send_tensors
 
 VOCAB_SIZE = 160
 KV_BLOCK_TOKENS = 128
@@ -47,9 +51,11 @@ HOSTILE_GENERATION_CONFIG = {
 }
 
 
-def sampling_of(max_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
+def sampling_of(
+    max_tokens: int, stop_token_ids: tuple[int, ...] = (), temperature: float = 1.0
+) -> SamplingParams:
     return SamplingParams(
-        temperature=1.0,
+        temperature=temperature,
         top_p=1.0,
         top_k=0,
         min_tokens=0,
@@ -187,6 +193,13 @@ class Reference:
     def __init__(self, folder: Path, dtype: Dtype) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype])
 
+    def tensors(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        """By their names in the checkpoint."""
+        parameters = dict(self.model.named_parameters())
+        of_checkpoint = CheckpointNames(self.model)
+        wanted = [(name, parameters[name].detach()) for name in of_checkpoint.parameters(names)]
+        return list(of_checkpoint.tensors(names, wanted))
+
     def perturb(self, seed: int, scale: float = 0.02) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -208,6 +221,9 @@ class Reference:
         return self.logprobs(np.concatenate([prompt, response.token_ids]), temperature)[len(prompt) - 1 :]
 
 
+OnWire = Callable[[str, torch.Tensor], torch.Tensor]
+
+
 @dataclass
 class Trainer:
     """Rank 0 of a session with one server."""
@@ -221,29 +237,48 @@ class Trainer:
     epoch: int
     bucket_bytes: int
 
-    async def stage(self, version: int) -> tuple[int, ...]:
-        """Send the reference's weights; returns their checksums."""
-        manifest = manifest_of_checkpoint(self.folder, self.dtype)
-        state = self.reference.model.state_dict()
-        tensors = [(spec.name, state[spec.name]) for spec in manifest.tensors]
-        buckets = plan_buckets(manifest, self.bucket_bytes)
+    async def stage(self, version: int, wire: OnWire | None = None) -> tuple[int, ...]:
+        """Send the reference's weights, each as `wire` makes it; returns the checksums of what was sent."""
+        buckets = plan_buckets(self.manifest, self.bucket_bytes)
+        tensors = [(name, tensor if wire is None else wire(name, tensor)) for name, tensor in self.tensors()]
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(
-                asyncio.to_thread(send_tensors, self.group, manifest, buckets, tensors, DEADLINE_S)
+                asyncio.to_thread(send_tensors, self.group, self.manifest, buckets, tensors, DEADLINE_S)
             )
-            tasks.create_task(self.client.stage(self.epoch, version, DEADLINE_S))
+            tasks.create_task(self.client.weights.stage(self.epoch, version, DEADLINE_S))
         return sending.result().checksums
+
+    async def stage_delta(self, version: int, copy: HostCopy) -> int:
+        """Send what has changed since `copy`, which goes on to the new weights; returns the bytes that travelled."""
+        base_version = copy.version
+        assert base_version is not None
+        delta = copy.advance(version, self.tensors())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(send_delta, self.group, delta, self.bucket_bytes, DEADLINE_S))
+            staging = tasks.create_task(
+                self.client.weights.stage(self.epoch, version, DEADLINE_S, base_version=base_version)
+            )
+        assert staging.result().checksums == copy.checksums
+        return len(delta)
+
+    @property
+    def manifest(self) -> Manifest:
+        return manifest_of_checkpoint(self.folder, self.dtype)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return self.reference.tensors([spec.name for spec in self.manifest.tensors])
 
     async def commit(
         self, version: int, checksums: tuple[int, ...], kv_on_update: KvOnUpdate = "recompute"
     ) -> CommitReport:
-        return await self.client.commit(self.epoch, version, checksums, kv_on_update, DEADLINE_S)
+        return await self.client.weights.commit(self.epoch, version, checksums, kv_on_update, DEADLINE_S)
 
-    async def probe(self, version: int) -> tuple[ProbeGap, ProbeGap]:
-        """Gaps of the fixed sequences and of the sampled continuations."""
+    async def probe(self, version: int, *, long: Sequence[Int32Array] = ()) -> tuple[ProbeGap, ProbeGap]:
+        """Gaps of the fixed sequences, with those of `long`, and of the sampled continuations."""
         fixed = fixed_sequences(version, VOCAB_SIZE, KV_BLOCK_TOKENS, MAX_MODEL_LEN - 1)
         prompts = [sequence[:17] for sequence in fixed]
-        report = await self.client.probe(
+        fixed += long
+        report = await self.client.weights.probe(
             self.epoch, version, fixed, prompts, sampling_of(max_tokens=16), DEADLINE_S
         )
         scored = compare(
@@ -264,7 +299,7 @@ class Trainer:
     ) -> tuple[ProbeGap, ProbeGap]:
         await self.commit(version, await self.stage(version), kv_on_update)
         gaps = await self.probe(version)
-        await self.client.verdict(self.epoch, version, True, DEADLINE_S)
+        await self.client.weights.verdict(self.epoch, version, True, DEADLINE_S)
         return gaps
 
 
@@ -283,6 +318,7 @@ def open_trainer() -> OpenTrainer:
         epoch: int = 1,
         bucket_bytes: int = 2**20,
         lease_s: float = 30.0,
+        way: Way = "staged",
     ) -> AsyncIterator[Trainer]:
         store, port = await asyncio.to_thread(open_store, "127.0.0.1", 2, DEADLINE_S)
         place = SessionPlace(
@@ -296,6 +332,7 @@ def open_trainer() -> OpenTrainer:
             store_port=port,
             bucket_bytes=bucket_bytes,
             lease_s=lease_s,
+            way=way,
         )
 
         def meet() -> WeightGroup:
@@ -304,7 +341,9 @@ def open_trainer() -> OpenTrainer:
             )
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(client.open_session(place, manifest_of_checkpoint(folder, dtype), DEADLINE_S))
+            tasks.create_task(
+                client.weights.open_session(place, manifest_of_checkpoint(folder, dtype), DEADLINE_S)
+            )
             meeting = tasks.create_task(asyncio.to_thread(meet))
         group = meeting.result()
         try:

@@ -8,9 +8,7 @@ one that broke between the q and the k projection of a layer.
 import asyncio
 import itertools
 import json
-import os
 import sys
-import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +21,14 @@ from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import WeightSyncError
 from asyppo_async.fleet.engine.protocol import StagedWeights, WeightsLabel
 from asyppo_async.fleet.engine.vllm_engine import VllmEngine
+from asyppo_async.fleet.engine.vllm_meter import KvMeter
 from asyppo_async.fleet.engine.vllm_options import engine_args, prepare_environment
+from asyppo_async.fleet.host_memory import HostMemory
+from asyppo_async.fleet.update_state import RunIdentity
 from asyppo_async.weights.manifest import manifest_of_checkpoint
 from asyppo_async.weights.probe import compare, fixed_sequences
+
+RUN = RunIdentity(run_id="faults", incarnation=0)
 
 
 class Faults:
@@ -51,22 +54,13 @@ class Faults:
 
 
 def staged(folder: Path, model: PreTrainedModel) -> StagedWeights:
-    manifest = manifest_of_checkpoint(folder, "float32")
-    descriptor = os.memfd_create("weights")
-    os.ftruncate(descriptor, manifest.num_bytes)
+    """In memory that nobody closes: the engine maps it when it loads."""
+    memory = HostMemory(manifest_of_checkpoint(folder, "float32"))
     state = model.state_dict()
-    checksums = []
-    for spec, offset in zip(manifest.tensors, manifest.offsets, strict=True):
-        data = state[spec.name].contiguous().numpy().tobytes()
-        os.pwrite(descriptor, data, offset)
-        checksums.append(zlib.crc32(data))
-    return StagedWeights(
-        process_id=os.getpid(),
-        file_descriptor=descriptor,
-        num_bytes=manifest.num_bytes,
-        manifest=manifest,
-        checksums=tuple(checksums),
-    )
+    tensors = [(spec.name, state[spec.name]) for spec in memory.copy.manifest.tensors]
+    with memory.written_by(RUN) as copy:
+        copy.hold(0, tensors)
+    return memory.staged(copy.checksums)
 
 
 async def gap(engine: VllmEngine, model: PreTrainedModel, name: str) -> float:
@@ -101,7 +95,7 @@ async def main(folder: Path) -> None:
     prepare_environment(config)
     args = replace(engine_args(config), worker_extension_cls=f"{Path(__file__).stem}.Faults")
     llm = AsyncLLM.from_engine_args(args)
-    engine = VllmEngine(llm, config)
+    engine = VllmEngine(llm, config, KvMeter())
     try:
         await engine.warm_up()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -77,6 +77,7 @@ def largest_gap(reference, prompt: Int32Array, responses: Sequence[Response], ve
     return max(gaps)
 
 
+@pytest.mark.report("P24")
 async def test_generation_config_when_hostile_then_has_no_effect(client, folder, open_trainer) -> None:
     """Support, log-probs, length and stops are those of the request: the model's own file has no say."""
     prompt = prompt_of(9)
@@ -91,6 +92,32 @@ async def test_generation_config_when_hostile_then_has_no_effect(client, folder,
         assert {int(response.token_ids[-1]) for response in stopped} <= {1, 11}
         for response in stopped:
             assert not np.isin(response.token_ids[:-1], (1, 11)).any()
+
+
+async def test_generate_when_a_sample_goes_on_from_its_tokens_then_it_is_one_response_of_the_model(
+    client, folder, open_trainer
+) -> None:
+    """Every log-prob after the seam is that of the whole prefix, as if one server had made it all."""
+    prompt = prompt_of(140, seed=3)
+    call = call_of("resumed", prompt, 4, 60)
+    async with open_trainer(client, folder, "float32", run_id="resumed") as trainer:
+        await trainer.publish(0)
+        whole = await client.collect(call, DEADLINE_S, lambda _: None)
+        begun = tuple(
+            SampleTokens(
+                sample_index=index,
+                token_ids=response.token_ids[: 7 + 16 * index],
+                behaviour_logprobs=response.behaviour_logprobs[: 7 + 16 * index],
+                versions=response.versions[: 7 + 16 * index],
+                finish_reason=None,
+            )
+            for index, response in enumerate(whole[:3])
+        )
+        resumed = await client.collect(replace(call, begun=begun), DEADLINE_S, lambda _: None)
+        assert [len(response.token_ids) for response in resumed] == [60] * 4
+        for sample, response in zip(begun, resumed, strict=False):
+            np.testing.assert_array_equal(response.token_ids[: len(sample.token_ids)], sample.token_ids)
+        assert largest_gap(trainer.reference, prompt, resumed, 0) < FLOOR
 
 
 @pytest.mark.parametrize(
@@ -111,6 +138,7 @@ async def test_update_when_buckets_cut_modules_then_gap_stays_at_the_floor(
             assert sampled.max < FLOOR
 
 
+@pytest.mark.report("P42")
 async def test_update_when_requests_run_then_every_token_has_its_versions_logprob(
     client, folder, open_trainer, make_reference
 ) -> None:
@@ -132,7 +160,7 @@ async def test_update_when_requests_run_then_every_token_has_its_versions_logpro
                     await trainer.commit(1, checksums)
                     checksums = ()
                     scored, sampled = await trainer.probe(1)
-                    await client.verdict(1, 1, True, DEADLINE_S)
+                    await client.weights.verdict(1, 1, True, DEADLINE_S)
         assert max(scored.max, sampled.max) < FLOOR
     responses = [codec.response_of(each) for each in chunks]
     for response in responses:
@@ -144,6 +172,8 @@ async def test_update_when_requests_run_then_every_token_has_its_versions_logpro
     assert largest_gap(old, prompt, responses, 1) > 0.1  # the update did change the weights
 
 
+@pytest.mark.report("P19")
+@pytest.mark.report("P43")
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 async def test_update_when_requests_wait_then_they_begin_without_old_kv(
     client, folder, open_trainer, kv_on_update: str
@@ -167,7 +197,7 @@ async def test_update_when_requests_wait_then_they_begin_without_old_kv(
             while (await client.info(DEADLINE_S)).num_queued_samples < 20:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await trainer.probe(1)
-            await client.verdict(1, 1, True, DEADLINE_S)
+            await client.weights.verdict(1, 1, True, DEADLINE_S)
     assert {version for response in waiting.result() for version in response.versions.tolist()} == {1}
     assert largest_gap(trainer.reference, prompt, waiting.result(), 1) < IN_FLIGHT_TOLERANCE
     for response in running.result():
@@ -191,6 +221,7 @@ async def served_run(client: FleetClient) -> tuple[str]:
     return ((await client.info(DEADLINE_S)).run_id,)
 
 
+@pytest.mark.report("P78")
 async def test_replicas_when_the_prompt_is_the_same_then_samples_differ(client) -> None:
     call = call_of(*await served_run(client), prompt_of(5), 16, 20)
     responses = await client.collect(call, DEADLINE_S, lambda _: None)
@@ -209,7 +240,7 @@ async def test_logprobs_when_temperature_is_not_1_then_of_the_distribution_sampl
     ) as trainer:
         await trainer.publish(0)
         responses = await client.collect(call, DEADLINE_S, lambda _: None)
-        await client.close_session(trainer.epoch, DEADLINE_S)
+        await client.weights.close_session(trainer.epoch, DEADLINE_S)
     for response in responses:
         theirs = trainer.reference.response_logprobs(prompt, response, temperature)
         np.testing.assert_allclose(response.behaviour_logprobs, theirs, atol=FLOOR)
@@ -238,7 +269,8 @@ DYING_TRAINER = """
     from asyppo_async.rpc.client import FleetClient
     from asyppo_async.weights.manifest import manifest_of_checkpoint
     from asyppo_async.weights.buckets import plan_buckets
-    from asyppo_async.weights.transfer import WeightGroup, open_store, send_tensors
+    from asyppo_async.weights.store import open_store
+    from asyppo_async.weights.transfer import WeightGroup, send_tensors
 
     async def main(address, folder):
         store, port = open_store("127.0.0.1", 2, 30)
@@ -248,7 +280,7 @@ DYING_TRAINER = """
         async with FleetClient(address) as client:
             def meet():
                 return WeightGroup.join(backend="gloo", store=store, rank=0, world_size=2, epoch=1, deadline_s=30)
-            _, group = await asyncio.gather(client.open_session(place, manifest, 30), asyncio.to_thread(meet))
+            _, group = await asyncio.gather(client.weights.open_session(place, manifest, 30), asyncio.to_thread(meet))
             def half_of_it():
                 for index, spec in enumerate(manifest.tensors):
                     if index == len(manifest.tensors) // 2:
@@ -257,7 +289,7 @@ DYING_TRAINER = """
                     yield spec.name, torch.zeros(spec.shape)
             def send():
                 send_tensors(group, manifest, plan_buckets(manifest, 65536), half_of_it(), 60)
-            await asyncio.gather(client.stage(1, 5, 60), asyncio.to_thread(send))
+            await asyncio.gather(client.weights.stage(1, 5, 60), asyncio.to_thread(send))
 
     asyncio.run(main(*sys.argv[1:]))
 """
@@ -268,7 +300,7 @@ async def test_trainer_when_killed_in_mid_transfer_then_the_old_version_serves(
 ) -> None:
     async with open_trainer(client, folder, "float32", run_id="steady") as trainer:
         await trainer.publish(2)
-        await client.close_session(1, DEADLINE_S)
+        await client.weights.close_session(1, DEADLINE_S)
     prompt = prompt_of(12)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -313,7 +345,7 @@ async def test_verdict_when_failed_then_running_requests_end_and_a_repeat_heals(
             await anext(stream)
             await trainer.commit(1, checksums)
             await trainer.probe(1)
-            await client.verdict(1, 1, False, DEADLINE_S)
+            await client.weights.verdict(1, 1, False, DEADLINE_S)
             with pytest.raises(FleetUnavailable, match="version 1 failed its probe"):
                 async for chunk in stream:
                     assert set(chunk.versions.tolist()) == {0}

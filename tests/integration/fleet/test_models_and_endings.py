@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from asyppo_async.errors import FleetUnavailable
 from asyppo_async.rpc.calls import GenerateCall
 from asyppo_async.rpc.client import FleetClient
 from asyppo_async.types import SamplingParams
+from asyppo_async.weights.host_copy import HostCopy
 from asyppo_async.weights.manifest import Dtype
 
 DEADLINE_S = 60.0
@@ -50,6 +52,30 @@ async def check_updates(client: FleetClient, folder: Path, dtype: Dtype, open_tr
             assert scored.mean < FLOORS[dtype]
             assert sampled.mean < FLOORS[dtype]
             assert np.abs(after - before).mean() > 5 * FLOORS[dtype]
+
+
+async def check_deltas(client: FleetClient, folder: Path, open_trainer) -> None:
+    """Small steps of float32 masters, sent as deltas: the engine loads the changed modules alone, and agrees."""
+    async with open_trainer(client, folder, "bfloat16", run_id="deltas") as trainer:
+        masters = [parameter.detach().float() for parameter in trainer.reference.model.parameters()]
+        copy = HostCopy.empty(trainer.manifest)
+        copy.hold(0, trainer.tensors())
+        await trainer.publish(0)
+        generator = torch.Generator().manual_seed(0)
+        for version in range(1, 4):
+            # The last one leaves all but the norm at the end as it was: one module of the engine is loaded.
+            for parameter, master in zip(trainer.reference.model.parameters(), masters, strict=True):
+                if version < 3 or parameter is trainer.reference.model.model.norm.weight:
+                    step = 0.25 if version == 3 else 1e-5
+                    master.add_(step * torch.randn(master.shape, generator=generator).sign())
+                    with torch.no_grad():
+                        parameter.copy_(master)
+            num_bytes = await trainer.stage_delta(version, copy)
+            assert 0 < num_bytes < trainer.manifest.num_bytes / 20
+            await trainer.commit(version, copy.checksums)
+            scored, sampled = await trainer.probe(version)
+            assert max(scored.mean, sampled.mean) < FLOORS["bfloat16"]
+            await client.weights.verdict(trainer.epoch, version, True, DEADLINE_S)
 
 
 async def left_after(pids: list[int], deadline_s: float, still_running) -> list[int]:
@@ -103,6 +129,7 @@ async def test_untied_bfloat16_when_terminated_then_running_requests_finish_firs
         assert await until_ended(running, 30) == 0
 
 
+@pytest.mark.report("P48")
 async def test_untied_float32_when_killed_then_no_child_is_left_after_5_s(
     make_model, start_server, open_trainer, still_running
 ) -> None:
@@ -119,6 +146,16 @@ async def test_untied_float32_when_killed_then_no_child_is_left_after_5_s(
                     async for _ in stream:
                         pass
         assert await left_after(children, 5, still_running) == []
+
+
+@pytest.mark.long
+async def test_tied_bfloat16_when_versions_come_as_deltas_then_the_engine_agrees(
+    make_model, start_server, open_trainer
+) -> None:
+    folder = make_model(True, "bfloat16")
+    with start_server(folder, "--dtype", "bfloat16", "--max-num-seqs", "8") as running:
+        async with FleetClient(running.address) as client:
+            await check_deltas(client, folder, open_trainer)
 
 
 async def test_tied_bfloat16_when_the_engine_dies_then_the_server_ends_with_its_error(

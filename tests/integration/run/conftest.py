@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -88,9 +89,11 @@ num_threads = 1
         )
 
     def start(self, name: str, *arguments: str, config: Path | None = None) -> subprocess.Popen[str]:
-        command = [BIN / "asyppo-train", config or self.config, "--set", f"run.name={name}", *arguments]
+        return self.command(str(config or self.config), "--set", f"run.name={name}", *arguments)
+
+    def command(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            command,
+            [BIN / "asyppo-train", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -118,14 +121,18 @@ class Server:
     address: str
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
+def random_models(folder: Path) -> Path:
+    """An actor and a critic of random weights, in `folder`."""
     warmup = load_example("tiny_warmup")
     torch.manual_seed(0)
     actor = warmup.new_actor()
     warmup.save(actor, warmup.first_layers(actor, 2), folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -135,32 +142,45 @@ def runner(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Runner:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    ready = folder / "ready.json"
-    command = [
-        BIN / "asyppo-fleet",
-        "serve",
-        "--model",
-        models / "actor",
-        "--port",
-        "0",
-        "--ready-file",
-        ready,
-    ]
-    options = ["--max-num-seqs", "32", "--max-model-len", "64", "--kv-cache-gib", "0.5", "--num-threads", "1"]
+    with serving(models, tmp_path_factory.mktemp("server"), 1) as servers:
+        yield servers[0]
+
+
+@contextmanager
+def serving(models: Path, folder: Path, count: int) -> Iterator[list[Server]]:
+    """Servers of the module's actor, started side by side."""
+    processes = [start_server(models, folder / f"server-{index}") for index in range(count)]
+    try:
+        yield [
+            wait_until_ready(process, folder / f"server-{index}") for index, process in enumerate(processes)
+        ]
+    finally:
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        for process in running:
+            try:
+                process.wait(60)
+            finally:
+                process.kill()  # nothing where it has ended
+                process.wait()
+
+
+def start_server(models: Path, folder: Path) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    command = [BIN / "asyppo-fleet", "serve", "--model", models / "actor", "--port", "0"]
+    options = ["--ready-file", folder / "ready.json", "--max-num-seqs", "32", "--max-model-len", "64"]
+    options += ["--kv-cache-gib", "0.5", "--num-threads", "1"]
     with (folder / "fleet.log").open("wb") as log:
-        process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
-    deadline_s = time.monotonic() + 150
+        return subprocess.Popen([*command, *options], stdout=log, stderr=log)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], folder: Path) -> Server:
+    deadline_s = time.monotonic() + 220
+    ready = folder / "ready.json"
     while not ready.exists():
         assert process.poll() is None, (folder / "fleet.log").read_text()[-2000:]
-        assert time.monotonic() < deadline_s, "the server was not ready in 150 s"
+        assert time.monotonic() < deadline_s, "the server was not ready in 220 s"
         time.sleep(0.2)
     place = json.loads(ready.read_text())
-    yield Server(process, f"{place['host']}:{place['port']}")
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+    return Server(process, f"{place['host']}:{place['port']}")

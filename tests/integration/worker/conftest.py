@@ -9,7 +9,8 @@ import torch
 
 from asyppo_async.config.sections import ActorSection, CriticSection
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
-from asyppo_async.trainer.worker.group import GroupSpec, GroupTimes, open_groups, specs_of
+from asyppo_async.trainer.worker.group import open_groups
+from asyppo_async.trainer.worker.specs import GroupSpec, GroupTimes, specs_of
 from asyppo_async.types import TokenSequences
 from tests.unit.worker.learners import random_sequences, write_model
 

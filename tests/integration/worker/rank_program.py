@@ -10,7 +10,7 @@ import torch
 
 from asyppo_async.trainer.worker.sharding import cut_actor_train, cut_critic_train
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.weights.transfer import open_store
+from asyppo_async.weights.store import open_store
 from tests.unit.worker.learners import (
     actor_request,
     critic_request,

@@ -1,6 +1,5 @@
 """Real processes that die, hang, are not wanted or are left alone: each ends in one error, in time."""
 
-import asyncio
 import os
 import re
 import signal
@@ -41,13 +40,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_ranks(endpoint: str, token_file: Path, log: Path) -> "subprocess.Popen[bytes]":
-    """Two actor ranks by one command, as a user starts them."""
-    command = [*WORKER, "--role", "actor", "--connect", endpoint, "--ranks", "2"]
-    with log.open("w") as output:
-        return subprocess.Popen([*command, "--token-file", str(token_file)], stdout=output, stderr=output)
-
-
 async def test_killed_rank_is_an_error_in_seconds_that_names_it_and_ends_its_peers(
     tiny_folder: Path, sequences: TokenSequences, tmp_path: Path
 ) -> None:
@@ -84,6 +76,7 @@ async def test_error_inside_a_rank_arrives_in_its_own_words(
     assert "IndexError" in (tmp_path / "workers" / "actor-0.log").read_text()
 
 
+@pytest.mark.report("P63")
 async def test_critic_with_another_vocabulary_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", vocab_size=31)
     with pytest.raises(
@@ -106,28 +99,6 @@ async def test_worker_that_cannot_load_its_model_says_why(tmp_path: Path) -> Non
             [actor_spec(tmp_path)], folder=tmp_path, times=TIMES, bind="tcp://127.0.0.1:*"
         ):
             pass
-
-
-async def test_workers_of_a_command_line_join_and_end_with_the_run(
-    tiny_folder: Path, sequences: TokenSequences, tmp_path: Path
-) -> None:
-    port = free_port()
-    token_file = write_token(tmp_path)
-    assert token_file.stat().st_mode & 0o777 == 0o600
-    spec = actor_spec(tiny_folder, num_ranks=2, num_local_ranks=0)
-    launcher = start_ranks(f"tcp://127.0.0.1:{port}", token_file, tmp_path / "out.log")
-    try:
-        async with open_worker_groups(
-            [spec], folder=tmp_path, times=TIMES, bind=f"tcp://127.0.0.1:{port}"
-        ) as (actor, _):
-            result = await actor.forward(ActorForward(sequences=sequences, temperature=1.0))
-            assert len(result.logprobs) == sequences.num_response_tokens
-            pids = process_ids(actor)
-        assert await asyncio.to_thread(launcher.wait, 10) == 0, (tmp_path / "out.log").read_text()
-    finally:
-        launcher.kill()
-        launcher.wait()
-    assert not any(is_running(pid) for pid in pids)
 
 
 def test_worker_without_a_coordinator_ends_by_itself(tmp_path: Path) -> None:

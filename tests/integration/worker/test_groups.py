@@ -2,12 +2,12 @@
 
 import asyncio
 import dataclasses
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM
 
 from asyppo_async.errors import TrainingDiverged, WeightSyncError
@@ -25,7 +25,12 @@ Groups = tuple[ActorGroup, tuple[CriticGroup, ...]]
 def assert_same_steps(got: tuple[OptimizerStep, ...], expected: tuple[OptimizerStep, ...]) -> None:
     assert len(got) == len(expected)
     for one, other in zip(got, expected, strict=True):
-        assert dataclasses.asdict(one) == pytest.approx(dataclasses.asdict(other), rel=1e-4, nan_ok=True)
+        assert figures_of(one) == pytest.approx(figures_of(other), rel=1e-4, abs=1e-7, nan_ok=True)
+
+
+def figures_of(step: OptimizerStep) -> dict[str, float]:
+    figures = dataclasses.asdict(step)
+    return figures | (figures.pop("parts") or {})
 
 
 async def test_forward_over_two_ranks_comes_back_in_the_order_of_the_request(
@@ -62,11 +67,14 @@ async def test_training_sending_and_saving_over_two_ranks_give_what_one_rank_giv
     groups: Groups, tiny_folder: Path, sequences: TokenSequences, tmp_path: Path
 ) -> None:
     actor, _ = groups
-    request = actor_request(sequences, [5, 0, 4, 1])
+    plain = actor_request(sequences, [5, 0, 4, 1])
+    request = dataclasses.replace(plain, masked=plain.policy_weights == 0)
     alone = open_actor(tiny_folder, dtype="float32", budget=5)
     result = await actor.train(request)
     assert_same_steps(result.steps, alone.learner.train(request).steps)
     assert [step.skipped for step in result.steps] == [False, True, False, False]
+    assert result.steps[0].ratio_p1 < 1 < result.steps[0].ratio_p99
+    assert 0 < result.steps[0].masked_clip_fraction < 1
 
     await actor.save(tmp_path / "final")
     assert (tmp_path / "final" / "chat_template.jinja").is_file()
@@ -82,7 +90,7 @@ async def test_training_sending_and_saving_over_two_ranks_give_what_one_rank_giv
         assert torch.equal(tensor, saved[name]), name
 
 
-async def receive(actor: ActorGroup, epoch: int) -> dict[str, torch.Tensor]:
+async def receive(actor: ActorGroup, epoch: int, bucket_bytes: int = 2048) -> dict[str, torch.Tensor]:
     """Publish to a receiver in this process, in buckets smaller than the embedding."""
     manifest = await actor.manifest()
     store = await actor.open_session(
@@ -101,7 +109,7 @@ async def receive(actor: ActorGroup, epoch: int) -> dict[str, torch.Tensor]:
         )
 
     group, _ = await asyncio.gather(asyncio.to_thread(join), actor.join_session(epoch=epoch, deadline_s=10))
-    buckets = plan_buckets(manifest, 2048)
+    buckets = plan_buckets(manifest, bucket_bytes)
     assert len(buckets) > 3
     sent, report = await asyncio.gather(
         actor.send_weights(version=1, deadline_s=10),
@@ -113,7 +121,8 @@ async def receive(actor: ActorGroup, epoch: int) -> dict[str, torch.Tensor]:
     group.close()
     tensors = dict(tensors_in(manifest, buffer))
     first = manifest.tensors[0].name
-    assert sent.checksums[0] == zlib.crc32(tensors[first].numpy().tobytes())
+    bytes_of_first = tensors[first].contiguous().view(torch.uint8).numpy().tobytes()
+    assert sent.checksums[0] == xxhash.xxh3_64_intdigest(bytes_of_first)
     return tensors
 
 
@@ -126,7 +135,7 @@ async def test_receiver_that_does_not_come_is_an_error_in_time_and_the_actor_goe
 ) -> None:
     actor, _ = groups
     await actor.open_session(host="127.0.0.1", epoch=8, world_size=2, backend="gloo", deadline_s=1)
-    with pytest.raises(WeightSyncError, match="could not join the weight session of epoch 8"):
+    with pytest.raises(WeightSyncError, match="could not join the weight session epoch 8"):
         await actor.join_session(epoch=8, deadline_s=1)
     with pytest.raises(WeightSyncError, match="no weight session is joined"):
         await actor.send_weights(version=1, deadline_s=1)

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import zmq
 
+from asyppo_async.concurrency import beside
 from asyppo_async.errors import ConfigError, WorkerError
 from asyppo_async.trainer.worker.codec import encode
-from asyppo_async.trainer.worker.concurrency import beside
 from asyppo_async.trainer.worker.control import Done, Failure, Hello, Refused, WorkerRole
 from asyppo_async.trainer.worker.hub import Hub, Peer, open_hub
 from asyppo_async.trainer.worker.link import Link
-from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult, CloseSession
+from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult
 from asyppo_async.trainer.worker.ranks import Ranks
 from asyppo_async.trainer.worker.rendezvous import WantedGroup, gather_workers, refuse_latecomers
+from asyppo_async.trainer.worker.session_messages import CloseSession
 from asyppo_async.trainer.worker.wire import secure_worker
 from asyppo_async.types import concatenate_sequences
 
@@ -99,14 +100,6 @@ async def test_latecomer_is_told_that_the_groups_are_complete(hub: Hub) -> None:
         with worker(hub, hello("actor")) as link:
             refused = (await asyncio.to_thread(link.receive)).message
     assert refused == Refused(reason="the groups of this run are complete")
-
-
-async def test_worker_with_another_token_never_appears(hub: Hub) -> None:
-    with (
-        worker(hub, hello("actor"), token="fedcba9876543210"),
-        pytest.raises(WorkerError, match="actor: wanted 1, present 0"),
-    ):
-        await gather_workers(hub, [ACTOR], timeout_s=1.0)
 
 
 async def test_garbage_of_a_stranger_does_not_stop_the_others(hub: Hub) -> None:

@@ -1,17 +1,10 @@
-"""The golden numbers: computed from the equations by an independent numpy program in float64."""
+"""How the tests of the algorithms compare numbers."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-
-@pytest.fixture(scope="session")
-def golden() -> dict[str, Any]:
-    return json.loads((Path(__file__).parents[2] / "golden" / "algorithms.json").read_text())
 
 
 @pytest.fixture(scope="session")

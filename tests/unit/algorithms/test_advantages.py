@@ -23,6 +23,7 @@ def slow_gae(rewards, values, lengths, lambdas, gamma=1.0, ends=None):
     return torch.tensor(out, dtype=F64)
 
 
+@pytest.mark.report("P60")
 @pytest.mark.parametrize(
     ("reward", "lambda_", "key"),
     [(1, 1.0, "gae_lam1"), (1, 0.95, "gae_lam095"), (1, 0.0, "gae_lam0"), (-1, 1.0, "gae_lam1_neg")],
@@ -39,14 +40,37 @@ def test_gae_when_state_after_the_end_had_a_value_then_it_is_not_used(golden):
     torch.testing.assert_close(wrong - advantages, torch.full((5,), 0.4, dtype=F64))
 
 
-def test_gae_when_lambda_below_one_then_equals_the_lambda_return_minus_value(check):
+def test_gae_when_lambda_below_one_then_equals_the_lambda_return_minus_value(golden):
     lam, length, reward = 0.95, 5, 1.0
     expected = []
     for t in range(length):
         steps = [float(VALUES[t + n]) for n in range(1, length - t)]
         mix = (1 - lam) * sum(lam**n * value for n, value in enumerate(steps))
         expected.append(mix + lam ** (length - t - 1) * reward - float(VALUES[t]))
-    check(gae(torch.tensor([reward], dtype=F64), VALUES, FIVE, lam), expected, rtol=1e-12)
+    advantages = gae(torch.tensor([reward], dtype=F64), VALUES, FIVE, lam)
+    error = float((advantages - torch.tensor(expected, dtype=F64)).abs().max())
+    # As exact as the independent program, but for the order of its sums.
+    assert error <= 4 * golden["lambda_return_identity_maxerr"]
+
+
+def weight_of_the_end(length, lambda_):
+    """[T] what a reward at the end is worth at each token to critics that know nothing."""
+    return gae(torch.ones(1, dtype=F64), torch.zeros(length, dtype=F64), torch.tensor([length]), lambda_)
+
+
+def test_gae_when_lambda_is_fixed_then_the_end_fades_with_the_distance(golden, check):
+    weights = weight_of_the_end(501, 0.95)
+    check(weights[500 - 100], golden["decay_095_100"])
+    check(weights[[500 - k for k in (10, 50, 90, 500)]], golden["decay_095_T"], atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "key"), [(1.5, "weight_first_token_alpha1.5"), (0.05, "weight_first_token_alpha0.05")]
+)
+def test_gae_when_lambda_adapts_then_the_first_token_sees_the_end_at_any_length(alpha, key, golden, check):
+    for length, weight in golden[key].items():
+        lambdas = length_adaptive_lambda(torch.tensor([int(length)]), alpha)
+        check(weight_of_the_end(int(length), lambdas)[0], weight, atol=0.0)
 
 
 @given(
@@ -85,6 +109,8 @@ def test_gae_when_observation_tokens_hold_nan_then_action_tokens_are_chained(gol
     targets = value_targets(torch.tensor([1.0], dtype=F64), values, torch.tensor([6]), 0.9, action_mask=mask)
     check(targets[mask], [0.8336, 0.904, 0.96, 1.0])
     assert torch.equal(targets[~mask], torch.zeros(2, dtype=F64))
+    read = torch.where(mask, values, 9.0)
+    check(gae(torch.ones(1, dtype=F64), read, torch.tensor([6]), 0.9)[mask], golden["naive_obs_gae_lam0.9"])
 
 
 @pytest.mark.parametrize(("lambda_", "key"), [(1.0, "target_mc"), (0.95, "target_lam095")])
@@ -134,3 +160,26 @@ def test_whiten_when_invalid_tokens_hold_nan_then_golden_over_valid_ones(unbiase
 def test_gae_when_lengths_do_not_match_then_says_so():
     with pytest.raises(ValueError, match="sum to 4 but the packed tensor holds 5"):
         gae(torch.ones(1), VALUES, torch.tensor([4]), 1.0)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.97])
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_gae_when_responses_are_longer_than_a_block_then_the_plain_recurrence_bit_for_bit(gamma, dtype):
+    lengths = torch.tensor([0, 1, 63, 64, 65, 200, 128, 130, 2])
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(int(lengths.sum()), generator=generator, dtype=F64).to(dtype)
+    rewards, ends = torch.randn(2, len(lengths), generator=generator, dtype=F64)
+    lambdas = length_adaptive_lambda(lengths, 1.5)
+    expected = []
+    for i, part in enumerate(values.double().split(lengths.tolist())):
+        advantage, following, backwards = 0.0, float(ends[i]), []
+        for step, here in enumerate(reversed(part.tolist())):
+            delta = gamma * following - here
+            if step == 0:
+                delta += float(rewards[i])
+            advantage = delta + gamma * float(lambdas[i]) * advantage
+            following = here
+            backwards.append(advantage)
+        expected += reversed(backwards)
+    got = gae(rewards, values, lengths, lambdas, gamma=gamma, bootstrap_values=ends)
+    assert torch.equal(got, torch.tensor(expected, dtype=F64).to(dtype))

@@ -18,6 +18,7 @@ from asyppo_async.algorithms.calibration import (
     explained_variance_by_length,
     explained_variance_by_position,
     mean_by_position,
+    part_lengths,
     ranking_quality,
     relative_position,
     share_by_length,
@@ -30,12 +31,38 @@ from asyppo_async.algorithms.confidence import (
     update_calibration,
 )
 from asyppo_async.algorithms.losses import ppo_clip
+from asyppo_async.algorithms.metrics import explained_variance_sums
+from asyppo_async.algorithms.packed import segment_ids
 
 F64 = torch.float64
 
 
 def test_position_when_responses_are_cut_into_quarters_then_floor_of_the_share():
     assert relative_position(torch.tensor([4, 0, 2, 6]), 4).tolist() == [0, 1, 2, 3, 0, 2, 0, 0, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 4, 10])
+def test_part_lengths_when_responses_are_shorter_and_longer_than_the_parts_then_a_count_of_positions(
+    num_parts,
+):
+    lengths = torch.tensor([5, 9, 0, 2, 1, 37])
+    part = relative_position(lengths, num_parts) + num_parts * segment_ids(lengths)
+    expected = torch.bincount(part, minlength=num_parts * len(lengths))
+    assert part_lengths(lengths, num_parts).tolist() == expected.tolist()
+
+
+def test_explained_variance_by_place_when_invalid_tokens_hold_nan_then_the_loop_over_tokens():
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([5, 9, 3])
+    returns, values = torch.randn(2, 17, generator=generator, dtype=F64)
+    valid = torch.rand(17, generator=generator) > 0.3
+    returns, values = returns.where(valid, torch.nan), values.where(valid, torch.inf)
+    part = relative_position(lengths, 4)
+    for index, got in enumerate(explained_variance_by_position(returns, values, lengths, valid=valid)):
+        assert got.count == int((valid & (part == index)).sum())
+        expected = explained_variance_sums(returns, values, valid & (part == index))
+        assert got.explained_variance == pytest.approx(expected.explained_variance, nan_ok=True)
+        assert got.bias == pytest.approx(expected.bias, nan_ok=True)
 
 
 def test_explained_variance_when_split_by_position_or_length_then_parts_add_to_the_whole():
@@ -127,9 +154,9 @@ def test_clip_shares_when_sides_differ_then_told_apart():
 def test_mask_overlaps_when_shares_are_disjoint_then_both_is_zero():
     valid = torch.ones(4, dtype=torch.bool)
     keep_a, keep_h = torch.tensor([False, True, True, True]), torch.tensor([True, True, True, False])
-    overlaps = mask_overlaps(keep_a, keep_h, torch.tensor([True, True, False, False]), valid)
+    overlaps = mask_overlaps(keep_a, keep_h, valid)
     assert (overlaps.advantage_masked, overlaps.entropy_filtered) == (0.25, 0.25)
-    assert (overlaps.both, overlaps.masked_and_clipped) == (0.0, 0.25)
+    assert overlaps.both == 0.0
 
 
 def test_effective_sample_floor_when_nothing_was_measured_then_no_step():

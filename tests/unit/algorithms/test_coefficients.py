@@ -65,6 +65,18 @@ def test_coefficient_when_ratio_varies_then_the_table(name, sign, golden, check)
         check(coefficients(LOSSES[name], advantage), row, rtol=1e-9)
 
 
+def test_ppo_when_differentiated_then_as_near_to_finite_differences_as_the_independent_program(golden):
+    step, worst = 1e-6, 0.0
+    for advantage in (1.0, -1.0):
+        loss = LOSSES["ppo(.2,.2)"]
+        above, below = (
+            loss(RATIOS, RATIOS.log() + shift, torch.full_like(RATIOS, advantage)) for shift in (step, -step)
+        )
+        slopes = -(above - below) / (2 * step) / advantage
+        worst = max(worst, float((slopes - coefficients(loss, advantage)).abs().max()))
+    assert 0 < worst < 2 * golden["ppo_fd_check"]
+
+
 def test_every_row_of_the_table_has_a_loss(golden):
     assert set(LOSSES) == set(golden["coef_table"]["A=+1"])
 

@@ -62,6 +62,8 @@ def test_crossfit_when_a_critic_was_trained_on_a_response_then_it_does_not_speak
     values = torch.tensor([[0.1, 0.1, 0.0], [0.0, 0.0, 0.1]], dtype=F64)
     trained_on = torch.tensor([[True, False], [False, True]])
     lengths = torch.tensor([2, 1])
+    untrained = torch.zeros_like(values)
+    assert (1 - untrained.mean(0)).tolist() == [leak["A_before"]] * 3
     assert (1 - crossfit_value(values, trained_on, lengths)).tolist() == [leak["A_crossfit"]] * 3
     assert (1 - values.mean(0)).tolist() == pytest.approx([leak["A_after_mean"]] * 3)
     assert 1 - values[0, 0].item() == pytest.approx(leak["A_after_own"])

@@ -40,11 +40,14 @@ def split(groups, num_critics=2, seed=0, step=7):
 def test_ensemble_when_two_critics_then_golden(golden, check):
     check(ensemble_value(VALUES), golden["asy_vbar"])
     check(value_std(VALUES), golden["asy_sigma_pop"])
+    larger = value_std(VALUES, sample=True) / value_std(VALUES)
+    check(larger, [golden["asy_sigma_sample_over_pop"]] * 10)
     assert torch.equal(ensemble_value(VALUES, "min"), VALUES.min(0).values)
 
 
 def test_value_std_when_four_critics_then_population(golden, check):
-    check(value_std(torch.tensor([[0.1], [0.2], [0.4], [0.5]], dtype=F64)), golden["std_M4_pop_sample"][:1])
+    four = torch.tensor([[0.1], [0.2], [0.4], [0.5]], dtype=F64)
+    check(torch.cat([value_std(four), value_std(four, sample=True)]), golden["std_M4_pop_sample"])
 
 
 def test_value_std_when_one_critic_then_zero():
@@ -79,10 +82,25 @@ def test_masks_when_nothing_is_valid_then_degenerate_and_empty():
 def test_selection_when_scores_tie_then_exact_count_and_first_indices(golden, check):
     check((~select_lowest(TIES, 0.2)).double(), golden["asy_ties_low2"])
     check((~select_highest(TIES, 0.1)).double(), golden["asy_ties_high1"])
+    second = TIES.kthvalue(2).values
+    at_most_the_second = int((second >= TIES).sum())
+    assert at_most_the_second == golden["asy_ties_threshold_masks"] > int(select_lowest(TIES, 0.2).sum()) == 2
+    nothing_tells_them_apart = torch.zeros(5, dtype=F64)
+    check(
+        (~select_lowest(nothing_tells_them_apart, 0.2)).double(), golden["asy_grp_zero_var_sigma_all_equal"]
+    )
 
 
-def test_share_count_when_product_is_not_exact_then_floor_of_the_true_product():
-    assert [share_count(0.29, 100), share_count(0.2, 4), share_count(0.2, 5)] == [29, 0, 1]
+def test_share_count_when_product_is_not_exact_then_floor_of_the_true_product(golden):
+    naive = int(0.29 * 100)
+    assert [naive, share_count(0.29, 100), share_count(0.2, 4), share_count(0.2, 5)] == golden[
+        "floor_pitfall"
+    ]
+
+
+def test_share_count_when_sequences_are_short_then_none_where_rounding_up_would_take_one_of_each(golden):
+    floors = [share_count(0.2, length) for length in (3, 2, 4, 1)]
+    assert floors == [0] * 4 and [count + 1 for count in floors] == golden["asy_IA_per_seq_ceil_count"]
 
 
 @given(
@@ -109,6 +127,9 @@ def test_split_when_groups_are_uneven_then_golden(golden):
     _, critics = split([("p0", 5), ("p1", 5), ("p2", 5), ("p3", 3)])
     assert critics == [c for group in golden["asy_split_K5_5_5_3_M2"] for c in group]
     assert [critics.count(m) for m in (0, 1)] == golden["asy_split_totals"]
+    # The critic at the group's offset gets the odd one.
+    groups = [critics[start : start + size] for start, size in ((0, 5), (5, 5), (10, 5), (15, 3))]
+    assert [max((0, 1), key=group.count) for group in groups] == golden["asy_split_offsets"]
 
 
 def test_split_when_single_rollout_then_critics_rotate(golden):

@@ -1,3 +1,4 @@
+import math
 from collections import Counter
 
 import pytest
@@ -15,8 +16,10 @@ from asyppo_async.algorithms.daps import (
     effective_acceptance,
     ramp,
     success_estimate,
+    success_of,
     summarise,
 )
+from asyppo_async.errors import ConfigError
 
 START_VALUES = [-1.3, -0.5, 0.0, 0.6, 1.0]
 SUCCESSES = [0, 0, 4, 8, 8]
@@ -66,6 +69,7 @@ def test_counts_when_ten_batches_pass_then_golden(golden, check):
     now = decayed(10).of("p")
     check([now.successes, now.trials], golden["daps_decay10"])
     check(success_estimate(0.2, now, prior_trials=3.0), golden["daps_phat_decay10_V0=.2"])
+    check(math.log(0.5) / math.log(decayed(1).of("p").trials / 8), golden["daps_halflife"])
 
 
 def test_counts_when_decayed_before_adding_then_golden_and_not_the_other_order(golden, check):
@@ -164,7 +168,7 @@ def test_counts_when_successes_are_impossible_then_says_so(successes, trials):
         OutcomeCounts(decay=0.99).add("p", successes=successes, trials=trials)
 
 
-def test_summary_when_some_are_accepted_then_counts_and_shares():
+def test_summary_when_some_are_accepted_then_counts_and_shares(golden):
     decisions = [
         decide(3, draw, outcomes(s, n), value, 500, SETTINGS)
         for draw in range(40)
@@ -173,7 +177,20 @@ def test_summary_when_some_are_accepted_then_counts_and_shares():
     summary = summarise(decisions)
     assert summary.num_candidates == 200
     assert summary.success_histogram == (80, 0, 0, 0, 0, 40, 0, 0, 0, 80)
-    assert summary.mean_probability == pytest.approx(0.36287438)
+    assert summary.mean_probability == pytest.approx(golden["daps_accept_expected_per_candidate"])
     assert summary.accepted_middle_share == pytest.approx(40 / summary.num_accepted)
     assert summary.candidates_per_accepted == 200 / summary.num_accepted
+    trials = [trials for decision, trials in zip(decisions, TRIALS * 40, strict=True) if decision.accepted]
+    assert summary.accepted_trials == pytest.approx(sum(trials) / len(trials))
     assert summarise([]).num_candidates == 0
+
+
+def test_success_of_a_reward_is_a_fraction_a_verdict_or_refused() -> None:
+    assert [success_of(reward, "fraction") for reward in (-1.0, 0.5, 1.0)] == [0.0, 0.75, 1.0]
+    assert [success_of(reward, "binary") for reward in (-1.0, 0.5, 1.0)] == [0.0, 0.0, 1.0]
+    assert success_of(1.0, "refuse") == 1.0
+    with pytest.raises(ConfigError, match="neither right"):
+        success_of(0.5, "refuse")
+    for kind in ("fraction", "binary", "refuse"):
+        with pytest.raises(ConfigError, match=r"a reward is 1\.5, outside \[-1, 1\]"):
+            success_of(1.5, kind)

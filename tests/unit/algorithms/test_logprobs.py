@@ -125,7 +125,9 @@ def test_kept_set_when_top_two_then_golden_processed_probabilities(golden, check
     support = golden["support"]
     full = scored([0, 1, 2, 3], 0.99, None)
     check(full.logprobs.exp(), support["temp"])
-    check(scored([0, 1, 2, 3], 1.0, None).logprobs.exp(), support["raw"])
+    raw = scored([0, 1, 2, 3], 1.0, None)
+    check(raw.logprobs.exp(), support["raw"])
+    check((full.logprobs - raw.logprobs).exp(), support["rho_raw_mu"])
     kept = scored([0, 1, 2], 0.99, KeptSet(top_k=2, top_p=1.0))
     check(kept.logprobs[:2].exp(), support["processed_top2"])
     assert kept.inside.tolist() == [True, True, False]

@@ -52,8 +52,9 @@ def test_kl_estimators_when_averaged_exactly_then_both_equal_the_kl(golden, chec
     logs = (pi / mu).log()
     # Ten draws in the proportions of mu make the sample mean the expectation.
     sample = torch.repeat_interleave(logs, torch.tensor([5, 3, 2]))
-    check(kl_k1(sample), golden["kl_exact_mu_pi"])
-    check(kl_k3(sample), golden["kl_exact_mu_pi"])
+    for expected in ("kl_exact_mu_pi", "E_k1", "E_k3"):
+        check(kl_k1(sample), golden[expected])
+        check(kl_k3(sample), golden[expected])
     check(kl_k2(sample), golden["E_k2"])
 
 
@@ -67,7 +68,8 @@ def test_explained_variance_when_values_are_good_or_bad_then_golden(golden, chec
     )
 
 
-def test_explained_variance_when_returns_do_not_vary_then_nan():
+def test_explained_variance_when_returns_do_not_vary_then_nan(golden, check):
+    check(explained_variance(torch.ones(4, dtype=F64), GOOD[:4]), golden["ev_const_return"])
     assert math.isnan(explained_variance(torch.full((4,), 0.1), torch.randn(4)))
     assert math.isnan(explained_variance(torch.ones(0), torch.ones(0)))
 
@@ -76,6 +78,7 @@ def test_explained_variance_when_sums_of_shards_are_added_then_the_global_value(
     halves = [explained_variance_sums(RETURNS[s], GOOD[s]) for s in (slice(0, 3), slice(3, 6))]
     whole, mean_of_shards = golden["ev_two_shards_vs_mean_of_shards"]
     check((halves[0] + halves[1]).explained_variance, whole)
+    check(explained_variance_sums(RETURNS, GOOD).explained_variance, golden["ev_suffstat"])
     check((halves[0].explained_variance + halves[1].explained_variance) / 2, mean_of_shards)
 
 

@@ -11,7 +11,10 @@ from asyppo_async.algorithms.mismatch import (
     correct_mismatch,
     inside_band,
     log_ratio,
+    ratio,
 )
+from asyppo_async.algorithms.packed import segment_sum
+from asyppo_async.algorithms.sequence_losses import sequence_ratio
 
 F64 = torch.float64
 ICEPOP = TokenRule(kind="icepop", low=0.5, high=5.0)
@@ -26,18 +29,53 @@ def correct(logs, lengths, rule=ICEPOP, gates=(), valid=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bound", [0.25, 0.5, 2.0, 4.0, 5.0])
-def test_band_when_ratio_is_on_the_bound_then_inclusive(bound, dtype):
+def test_band_when_ratio_is_on_the_bound_then_inclusive(bound, dtype, golden):
     on_bound = torch.tensor([bound], dtype=F64).log().to(dtype)
+    if dtype == F64:
+        # exp of a log does not always come back, so bounds are compared as logs.
+        assert (ratio(on_bound).item() == bound) == golden["exact_bounds_float64"][str(bound)]
     assert inside_band(on_bound, bound, bound + 1).item()
     assert inside_band(on_bound, bound / 2, bound).item()
     assert not inside_band(on_bound + 1e-3, bound / 2, bound).item()
     assert not inside_band(on_bound - 1e-3, bound, bound + 1).item()
 
 
+def test_ratio_when_it_comes_back_from_its_log_then_not_always_the_bound(golden):
+    five, half, below = golden["exp_log_5_exact"]
+    assert ratio(torch.tensor([5.0, 0.5], dtype=F64).log()).tolist() == [five, half]
+    on_the_bound = torch.tensor([5.0], dtype=F64).log()
+    assert inside_band(on_the_bound, 0.0, 5.0).item() == below and five != 5.0
+
+
+def test_veto_when_one_token_in_many_exceeds_then_long_responses_rarely_pass(golden):
+    """In ratio space, with a chance per token; within four standard errors of the closed form."""
+    generator = torch.Generator().manual_seed(0)
+    cases = zip(((1e-5, 30_000, 300), (1e-4, 1_000, 3_000)), golden["veto_probability"], strict=True)
+    for (chance, length, responses), expected in cases:
+        hits = torch.rand(responses * length, generator=generator) < chance
+        lengths = torch.full((responses,), length)
+        gate = SequenceGate(kind="max_ratio", high=5.0)
+        vetoed = 1 - float(apply_sequence_gate(hits.float() * 2, lengths, gate).double().mean())
+        assert vetoed == pytest.approx(expected, abs=4 * (expected * (1 - expected) / responses) ** 0.5)
+
+
+def test_gate_when_every_token_is_a_little_off_then_product_and_mean_say_how_much(golden, check):
+    logs = torch.full((1000,), golden["support_topp99_len1000_geo_prod"][0], dtype=F64).log()
+    lengths = torch.tensor([1000])
+    mean_and_product = [sequence_ratio(logs, lengths), segment_sum(logs, lengths).exp()]
+    check(torch.cat(mean_and_product), golden["support_topp99_len1000_geo_prod"])
+    for kind, low, high in (("geometric", 0.999, 1.001), ("product", 0.5, 2.0)):
+        gate = SequenceGate(kind=kind, low=low, high=high)
+        assert apply_sequence_gate(logs, lengths, gate).tolist() == [False]
+
+
 def test_icepop_when_band_is_asymmetric_then_it_bounds_proximal_over_behaviour(golden, check):
     rho = torch.tensor(golden["verl_token_k1_inverse_pitfall"]["rho"], dtype=F64)
     expected = golden["verl_token_k1_inverse_pitfall"]["icepop keep rho in [.5,5]"]
     check(correct(rho.log(), [4]).keep_tokens.double(), expected)
+    inverse = golden["verl_token_k1_inverse_pitfall"]["keep 1/rho in [.5,5]"]
+    check(correct(-rho.log(), [4]).keep_tokens.double(), inverse)
+    assert inverse != expected
 
 
 def test_gate_when_value_is_on_the_bound_then_kept():

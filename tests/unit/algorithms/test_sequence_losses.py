@@ -4,13 +4,17 @@ import pytest
 import torch
 
 from asyppo_async.algorithms.aggregation import aggregate, denominator, token_weights
+from asyppo_async.algorithms.losses import policy_ratio
 from asyppo_async.algorithms.sequence_losses import (
     gepo_expectation,
     group_entropy,
+    group_expectation_logs,
+    group_expectation_reference,
     group_expectation_weights,
     gspo,
     gspo_token,
     sequence_ratio,
+    sequence_weighted,
 )
 
 F64 = torch.float64
@@ -27,6 +31,7 @@ def response_mean(terms, lengths):
 
 
 def test_gspo_when_tokens_differ_then_golden_ratio_and_coefficient(golden, check):
+    check(policy_ratio(LOGS), golden["gspo_vs_token"])
     check(sequence_ratio(LOGS, THREE), [golden["gspo_ratio"]])
     for loss in (gspo, gspo_token):
         logs = LOGS.clone().requires_grad_()
@@ -61,6 +66,8 @@ def test_group_expectation_when_probabilities_are_small_then_golden(golden, chec
     q = torch.tensor([0.02, 0.05, 0.01], dtype=F64).log()
     p = torch.tensor([0.03, 0.04, 0.02], dtype=F64).log()
     group = torch.zeros(3, dtype=torch.int64)
+    check(group_expectation_logs(q, group).exp(), [golden["gepo_expectation"]["Eq"]] * 3)
+    check(sequence_ratio(p - q, torch.ones(3, dtype=torch.int64)), golden["gepo_expectation"]["gspo_w"])
     check(group_expectation_weights(p, q, group), golden["gepo_expectation"]["w"])
     # A thousand nats lower the probabilities underflow, the weights do not.
     check(group_expectation_weights(p - 1000, q - 1000, group), golden["gepo_expectation"]["w"])
@@ -86,3 +93,39 @@ def test_group_entropy_when_responses_have_lengths_then_mean_over_the_groups_tok
     counted = torch.tensor([True, True, True, False, True])
     lengths, groups = torch.tensor([2, 2, 1, 0]), torch.tensor([0, 0, 1, 2])
     assert group_entropy(logs, lengths, groups, counted).tolist() == [2.0, 2.0, 0.5, 0.0]
+
+
+def test_gepo_expectation_when_a_response_of_the_group_has_no_token_then_it_has_no_share_in_the_expectation():
+    policy = torch.tensor([-1.0, -0.5, -1.5, -9.0], dtype=F64)
+    behaviour = torch.tensor([-1.2, -0.6, -1.4, torch.nan], dtype=F64)
+    counted = torch.tensor([True, True, True, False])
+    lengths, groups = torch.tensor([2, 0, 1, 1]), torch.tensor([4, 4, 4, 4])
+    q = [math.exp(-1.8), math.exp(-1.4)]
+    expectation = (q[0] ** 2 + q[1] ** 2) / (q[0] + q[1])
+    advantages = torch.ones(4, dtype=F64)
+    loss = gepo_expectation(
+        policy, behaviour, advantages, lengths, groups, counted=counted, length_normalised=False
+    )
+    assert loss.terms[0].item() == pytest.approx(-math.exp(-1.5) / expectation)
+    reference = group_expectation_reference(behaviour, lengths, groups, counted, length_normalised=False)
+    assert reference.tolist() == pytest.approx([math.log(expectation) / n for n in (2, 2, 1, 1)])
+    # A group that has no token at all has no expectation to speak of.
+    nothing = group_expectation_reference(behaviour, lengths, groups, torch.zeros(4, dtype=torch.bool))
+    assert nothing.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("length_normalised", [True, False])
+def test_sequence_weighted_when_over_the_groups_expectation_then_gepo_expectation(length_normalised):
+    policy = torch.tensor([-1.0, -0.5, torch.nan, -1.5, -0.3, -0.8], dtype=F64)
+    behaviour = torch.tensor([-1.2, -0.6, -1.0, -1.4, torch.inf, -0.9], dtype=F64)
+    counted = torch.tensor([True, True, False, True, False, True])
+    lengths, groups = torch.tensor([3, 0, 2, 1]), torch.tensor([4, 4, 4, 2])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 0.5], dtype=F64)
+    form = {"counted": counted, "length_normalised": length_normalised}
+    expected = gepo_expectation(policy, behaviour, advantages, lengths, groups, **form)
+    reference = group_expectation_reference(
+        behaviour, lengths, groups, counted, length_normalised=length_normalised
+    )
+    loss = sequence_weighted(policy - reference, advantages, lengths, **form)
+    assert bool(loss.terms.isfinite().all())
+    torch.testing.assert_close(loss.terms, expected.terms, rtol=1e-12, atol=0.0)

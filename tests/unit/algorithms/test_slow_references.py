@@ -10,7 +10,14 @@ from asyppo_async.algorithms.aggregation import MODES, denominator, token_weight
 from asyppo_async.algorithms.losses import ppo_clip
 from asyppo_async.algorithms.metrics import ratio_statistics, staleness_statistics
 from asyppo_async.algorithms.mismatch import SequenceGate, TokenRule, correct_mismatch
-from asyppo_async.algorithms.packed import segment_max, segment_mean, segment_sum
+from asyppo_async.algorithms.packed import (
+    count_true,
+    segment_max,
+    segment_mean,
+    segment_sum,
+    spread,
+    suffix_sum,
+)
 from asyppo_async.algorithms.weighted_losses import RatioBounds, aspo, cispo, dis, topr
 
 F64 = torch.float64
@@ -118,6 +125,8 @@ def test_segments_when_responses_are_random_then_equal_the_loop(responses):
     flags = [part.tolist() for part in valid.split(lengths.tolist())]
     expected = [sum(part) for part in parts]
     torch.testing.assert_close(segment_sum(proximal, lengths), torch.tensor(expected, dtype=F64))
+    to_go = [math.fsum(part[start:]) for part in parts for start in range(len(part))]
+    torch.testing.assert_close(suffix_sum(proximal, lengths), torch.tensor(to_go, dtype=F64))
     assert segment_max(proximal, lengths).tolist() == [max(part, default=-math.inf) for part in parts]
     means = []
     for part, flag in zip(parts, flags, strict=True):
@@ -221,3 +230,18 @@ def test_staleness_when_versions_are_random_then_equals_the_loop(responses):
     assert list(statistics.sequence_histogram) == [oldest.count(a) for a in range(max(oldest) + 1)]
     assert math.isclose(statistics.mean, sum(ages) / len(ages))
     assert statistics.mixed_share == sum(min(r) != max(r) for r in responses if r) / len(oldest)
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=6), st.sampled_from([0, 1, 2]))
+@settings(max_examples=60, deadline=None)
+def test_counts_of_marked_tokens_when_responses_are_random_then_equal_the_loop(responses, kind):
+    flags = [[flag if kind == 2 else bool(kind) for flag in response] for response in responses]
+    marked = torch.tensor([flag for response in flags for flag in response], dtype=torch.bool)
+    lengths = torch.tensor([len(response) for response in responses])
+    assert segment_sum(marked, lengths).tolist() == [float(sum(response)) for response in flags]
+    assert count_true(marked) == sum(map(sum, flags))
+    per_response = torch.arange(len(responses), dtype=F64, requires_grad=True)
+    expected = [float(i) for i, response in enumerate(flags) for _ in response]
+    assert spread(per_response.detach(), lengths).tolist() == expected
+    spread(per_response, lengths).sum().backward()
+    assert per_response.grad.tolist() == lengths.tolist()

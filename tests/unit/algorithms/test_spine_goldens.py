@@ -6,9 +6,11 @@ import torch
 from asyppo_async.algorithms.advantages import gae
 from asyppo_async.algorithms.aggregation import aggregate, denominator, token_weights
 from asyppo_async.algorithms.critics import ensemble_value, value_std, value_std_masks
-from asyppo_async.algorithms.losses import entropy_bonus, policy_log_ratio, ppo_clip
+from asyppo_async.algorithms.losses import entropy_bonus, policy_log_ratio, policy_ratio, ppo_clip
 from asyppo_async.algorithms.metrics import staleness_statistics
 from asyppo_async.algorithms.mismatch import SequenceGate, TokenRule, correct_mismatch, log_ratio, ratio
+from asyppo_async.algorithms.packed import segment_sum
+from asyppo_async.algorithms.sequence_losses import sequence_ratio
 from asyppo_async.algorithms.token_classes import classify_tokens, count_classes, token_masks
 
 F64 = torch.float64
@@ -44,6 +46,7 @@ def mean(terms, mode=SEQUENCE_MEAN, lengths=LENGTHS, **counted):
 
 def test_asyppo_when_worked_batch_then_every_quantity_is_golden(golden, check):
     check(gae(REWARDS, ensemble_value(VALUES), LENGTHS, 1.0), golden["asy_adv_lam1"])
+    check(policy_ratio(LOG_IS), golden["asy_ratio"])
     loss, policy, bonus, _ = asyppo_terms(LOG_IS)
     check(loss.terms, golden["asy_ppo_loss_tok"])
     check(policy + bonus, golden["asy_token_terms"])
@@ -86,6 +89,11 @@ def test_three_policies_when_worked_batch_then_golden_ratios(golden, check):
     check(ratio(log_ratio(OLD, MU)), golden["tp_rho"])
     check(ratio(log_ratio(THETA, OLD)), golden["tp_r"])
     check(ratio(log_ratio(THETA, MU)), golden["tp_u"])
+    product = ratio(log_ratio(OLD, MU)) * ratio(log_ratio(THETA, OLD))
+    error = float((product - ratio(log_ratio(THETA, MU))).abs().max())
+    assert error <= 4 * golden["tp_u_eq_rho_r"]
+    check(sequence_ratio(log_ratio(OLD, MU), LENGTHS2), golden["tp_seq_geo"])
+    check(segment_sum(log_ratio(OLD, MU), LENGTHS2).exp(), golden["tp_seq_prod"])
 
 
 def test_icepop_when_worked_batch_then_golden_mask_and_weight(golden, check):
@@ -108,10 +116,10 @@ def test_sequence_gate_when_worked_batch_then_golden(kind, low, high, key, golde
     check(result.keep_sequences.double(), golden[key])
 
 
-def test_mis_when_in_log_space_then_second_response_is_kept():
+def test_mis_when_in_log_space_then_second_response_is_kept(golden):
     result = correct("icepop_mask", [SequenceGate(kind="max_log_ratio", high=5.0)])
     assert result.keep_sequences.tolist() == [True, True]
-    assert int(result.keep_tokens.sum()) == 6
+    assert int(result.keep_tokens.sum()) == golden["tp_kept_mislog"]
 
 
 def test_classes_when_both_masks_apply_then_golden_total_mask(golden, check):
@@ -137,10 +145,19 @@ def test_areal_when_rejected_above_five_then_golden(golden, check):
         check(mean(terms * weights, "token-mean", LENGTHS2), golden[key])
 
 
-def test_correction_when_behaviour_equals_proximal_then_identity_bit_for_bit():
+def test_areal_when_it_is_the_first_step_then_the_clip_does_nothing(golden):
+    rho = correct_mismatch(OLD, MU, LENGTHS2, rule=TokenRule(kind="importance")).weights
+    terms = ppo_clip(policy_log_ratio(OLD, OLD), A, clip_low=0.2, clip_high=0.28).terms
+    assert torch.equal(terms * rho, -rho * A), golden["areal_equals_no_min_when_first_step"]
+
+
+def test_correction_when_behaviour_equals_proximal_then_identity_bit_for_bit(golden):
     result = correct(gates=[SequenceGate(kind="max_log_ratio", high=5.0)], mu=OLD)
     assert bool(result.keep_tokens.all()) and bool(result.keep_sequences.all())
     assert torch.equal(result.weights, torch.ones(7, dtype=F64))
+    assert [float(result.keep_tokens.double().min()), float(result.weights.mean())] == golden[
+        "tp_identity_mu_eq_old"
+    ]
     terms = ppo_clip(policy_log_ratio(THETA, OLD), A, clip_low=0.2, clip_high=0.2).terms
     assert torch.equal(terms * result.weights, terms)
 

@@ -18,6 +18,7 @@ def advantages(rule, **more):
     return ends, gae(ends.rewards, VALUES, LENGTHS, 0.95, bootstrap_values=ends.bootstrap_values)
 
 
+@pytest.mark.report("P60")
 def test_egae_when_response_is_cut_then_golden(golden, check):
     ends, result = advantages("egae")
     check(result, golden["egae_trunc_lam095"])

@@ -1,5 +1,7 @@
 """Every switch of the arithmetic, against numbers by hand and the worked batches of `algorithms.md` 1.6 and 3.4."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from asyppo_async.algorithms.policy_losses import LossInputs, policy_loss
 from asyppo_async.config.load import config_from_tree
 from asyppo_async.config.sections import TrainConfig
+from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.coordinator.arithmetic import (
     TokenDecisions,
     actor_request,
@@ -272,20 +275,23 @@ def three_policies(*overrides: str, preset: str = "s3ac") -> tuple[float, TokenD
 
 
 @pytest.mark.parametrize(
-    ("overrides", "loss"),
+    ("overrides", "key"),
     [
-        ((), 0.1482849546),
-        (("algorithm.renormalise=true",), 0.1729991137),
-        (('algorithm.sequence_gates=[{kind="max_ratio",high=5.0}]',), 0.2727779868),
+        ((), "tp_s3ac_maskonly_mislog_den_orig"),
+        (("algorithm.renormalise=true",), "tp_s3ac_maskonly_mislog_den_kept"),
+        (('algorithm.sequence_gates=[{kind="max_ratio",high=5.0}]',), "tp_s3ac_maskonly_den_orig"),
         (
             ('algorithm.sequence_gates=[{kind="max_ratio",high=5.0}]', "algorithm.renormalise=true"),
-            0.4773614769,
+            "tp_s3ac_maskonly_den_kept",
         ),
         (
             ('algorithm.sequence_gates=[{kind="max_ratio",high=5.0}]', "algorithm.mismatch=icepop"),
-            0.4820755841,
+            "tp_s3ac_icepopweight_den_orig",
         ),
-        (("algorithm.loss=ppo", "algorithm.mismatch=none", "algorithm.sequence_gates=[]"), 0.1249597326),
+        (
+            ("algorithm.loss=ppo", "algorithm.mismatch=none", "algorithm.sequence_gates=[]"),
+            "tp_nocorrection_ppo",
+        ),
         (
             (
                 "algorithm.loss=ppo",
@@ -293,7 +299,7 @@ def three_policies(*overrides: str, preset: str = "s3ac") -> tuple[float, TokenD
                 "algorithm.mismatch_high=2.0",
                 "algorithm.sequence_gates=[]",
             ),
-            0.1259775937,
+            "tp_tis2_ppo_den_orig",
         ),
         (
             (
@@ -302,9 +308,12 @@ def three_policies(*overrides: str, preset: str = "s3ac") -> tuple[float, TokenD
                 "algorithm.mismatch_low=0",
                 "algorithm.sequence_gates=[]",
             ),
-            0.5602685140,
+            "tp_areal_decoupled_clamp5_den_orig",
         ),
-        (("algorithm.loss=ppo", "algorithm.mismatch=icepop", "algorithm.sequence_gates=[]"), -0.2291392846),
+        (
+            ("algorithm.loss=ppo", "algorithm.mismatch=icepop", "algorithm.sequence_gates=[]"),
+            "tp_areal_decoupled_cap5_den_orig",
+        ),
         (
             (
                 "algorithm.loss=ppo",
@@ -312,13 +321,15 @@ def three_policies(*overrides: str, preset: str = "s3ac") -> tuple[float, TokenD
                 "algorithm.mismatch=none",
                 "algorithm.sequence_gates=[]",
             ),
-            1.1429252498,
+            "tp_bypass_ppo_u",
         ),
     ],
 )
-def test_loss_of_the_three_policy_batch_is_the_golden_one(overrides: tuple[str, ...], loss: float) -> None:
+def test_loss_of_the_three_policy_batch_is_the_golden_one(
+    overrides: tuple[str, ...], key: str, golden: dict[str, Any]
+) -> None:
     # Clip bounds of 1.6: .2 and .28, as in the preset.
-    assert three_policies(*overrides)[0] == pytest.approx(loss, rel=2e-5)
+    assert three_policies(*overrides)[0] == pytest.approx(golden[key], rel=2e-5)
 
 
 def test_opsm_and_m2po_take_out_what_their_rules_say() -> None:
@@ -362,6 +373,11 @@ def test_reference_of_two_policy_losses_is_the_behaviour() -> None:
     config = config_with("batch.group_size=2", preset="sao")
     batch, decisions = decide(config, proximal=PROXIMAL + 1)
     assert reference_of(batch, decisions.mismatch, PROXIMAL + 1, config.algorithm) is batch.behaviour_logprobs
+    twice = config.algorithm.model_copy(
+        update={"mismatch": "tis"}
+    )  # no configuration that was checked is like that
+    with pytest.raises(ConfigError, match="counts the mismatch twice"):
+        reference_of(batch, decisions.mismatch, PROXIMAL + 1, twice)
 
 
 async def test_kept_set_of_the_trainer_makes_the_engines_log_probs_its_own() -> None:

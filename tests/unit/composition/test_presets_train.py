@@ -12,6 +12,7 @@ from asyppo_async.types import SamplingParams
 from benchmarks.trends.sampler import TinySampler
 from tests.unit.composition.tiny import EOS, MAX_TOKENS, PROMPTS, open_run, reward, shrunk
 
+SET_UPS = {"asyppo_4b", "asyppo_14b", "vcppo_32b", "s3ac_1.5b_group", "s3ac_1.5b_single", "s3ac_moe"}
 NUM_STEPS = 15
 LAG = 1
 """Responses come from the version before, so that ratios are not all 1."""
@@ -42,7 +43,14 @@ def mean_reward(policy: Policy, *, truncated_is_wrong: bool) -> float:
     return float(np.mean(rewards))
 
 
-@pytest.mark.parametrize("preset", preset_names())
+def presets() -> list[object]:
+    """Methods in the short tests; the papers' own set-ups, which are these methods at other sizes, in the long ones."""
+    return [
+        pytest.param(name, marks=pytest.mark.long) if name in SET_UPS else name for name in preset_names()
+    ]
+
+
+@pytest.mark.parametrize("preset", presets())
 async def test_preset_trains_a_tiny_model_that_gets_better(preset: str) -> None:
     config = shrunk(preset)
     run, policy, critics = open_run(config, lag=LAG)

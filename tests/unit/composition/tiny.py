@@ -3,11 +3,18 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from asyppo_async.config.load import config_from_tree, load_preset
 from asyppo_async.config.sections import TrainConfig
-from asyppo_async.trainer.worker.model import Critic, Policy, new_value_head
+from asyppo_async.trainer.worker.critic_model import Critic, new_value_head
+from asyppo_async.trainer.worker.model import Policy
 from asyppo_async.types import Prompt
 from benchmarks.trends.learning import TinyRun
 
@@ -39,14 +46,61 @@ def tiny_config() -> Qwen3Config:
     )
 
 
+NUM_EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+
+
+def mixture_config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        **{name: value for name, value in tiny_config().to_dict().items() if name in SHARED},
+        moe_intermediate_size=16,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        norm_topk_prob=True,
+    )
+
+
+SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "eos_token_id",
+)
+"""Settings that both architectures have."""
+
+
+def scripted_experts(ids: torch.Tensor) -> torch.Tensor:
+    """[R, L, layers, 2] by a rule that no router follows: an engine whose choice differs from the trainer's."""
+    positions = torch.arange(ids.shape[1])
+    layers = torch.arange(tiny_config().num_hidden_layers)
+    first = (3 * ids[..., None] + 5 * positions[None, :, None] + layers) % NUM_EXPERTS
+    second = (first + 1 + ids[..., None] % (NUM_EXPERTS - 1)) % NUM_EXPERTS
+    return torch.stack([first, second], -1)
+
+
 def shrunk(preset: str, *overrides: str) -> TrainConfig:
     """The preset at a size that trains in a second: its sizes are cut, its method stays."""
     tree = load_preset(preset)
     sections = {name: dict(tree.get(name, {})) for name in ("actor", "critic", "batch", "sampling")}  # type: ignore[call-overload]
     grouped = sections["batch"].get("group_size", 8) > 1
     sections["batch"] |= {"prompts": 4 if grouped else 12, "group_size": 4 if grouped else 1}
-    sections["actor"] |= {"model": "a", "learning_rate": 5e-3, "warmup_steps": 0, "mini_batches": 2}
-    sections["critic"] |= {"learning_rate": 5e-3, "warmup_steps": 0, "mini_batches": 2}
+    sections["actor"] |= {
+        "model": "a",
+        "learning_rate": 5e-3,
+        "learning_rate_warmup_steps": 0,
+        "mini_batches": 2,
+    }
+    sections["critic"] |= {
+        "learning_rate": 5e-3,
+        "learning_rate_warmup_steps": 0,
+        "warmup_steps": 0,
+        "mini_batches": 2,
+    }
     sections["critic"].setdefault("model", "c")
     sections["sampling"] |= {"max_tokens": MAX_TOKENS}
     cut = {**tree, **sections, "staleness": {"max_staleness": 4}}
@@ -58,9 +112,14 @@ def shrunk(preset: str, *overrides: str) -> TrainConfig:
     return config_from_tree({**cut, "algorithm": algorithm}, overrides)
 
 
-def open_run(config: TrainConfig, *, seed: int = 0, lag: int = 0) -> tuple[TinyRun, Policy, list[Critic]]:
+def open_run(
+    config: TrainConfig, *, seed: int = 0, lag: int = 0, is_mixture: bool | None = None
+) -> tuple[TinyRun, Policy, list[Critic]]:
+    """`is_mixture`: of experts, on an engine that routes by a script; None: where the configuration replays."""
     torch.manual_seed(seed)
-    policy = Policy(Qwen3ForCausalLM(tiny_config()).eval())
+    mixed = config.actor.routing_replay if is_mixture is None else is_mixture
+    model = Qwen3MoeForCausalLM(mixture_config()) if mixed else Qwen3ForCausalLM(tiny_config())
+    policy = Policy(model.eval())
     critics = [
         Critic(Qwen3Model(tiny_config()).eval(), new_value_head(32, "float32", seed))
         for _ in range(config.critic.count)
@@ -73,5 +132,6 @@ def open_run(config: TrainConfig, *, seed: int = 0, lag: int = 0) -> tuple[TinyR
         reward=reward,
         stop_token_ids=(EOS,),
         lag=lag,
+        script=scripted_experts if mixed else None,
     )
     return run, policy, critics

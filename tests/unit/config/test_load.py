@@ -86,7 +86,14 @@ def test_config_when_a_key_is_wrong_says_which_and_what_instead(
             ("batch.prompts=1", "batch.group_size=4", "critic.mini_batches=3"),
             "exceeds the 2 responses that each critic",
         ),
-        (("weights.backend=nccl",), "needs GPUs"),
+        (("weights.backend=nccl",), "host memory receives over gloo only"),
+        (("weights.encoding=delta",), "nearly every float32 weight changes"),
+        (
+            ("weights.encoding=delta", "weights.way=direct", "actor.dtype=bfloat16"),
+            'the copy in host memory that weights.way = "direct" does without',
+        ),
+        (("weights.way=folder",), "the way folder and a folder go together"),
+        (("weights.folder=/shared/versions",), "the way folder and a folder go together"),
     ],
 )
 def test_config_when_settings_contradict_gives_the_reason(overrides: tuple[str, ...], words: str) -> None:

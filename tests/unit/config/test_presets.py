@@ -54,7 +54,7 @@ def test_set_ups_of_asyppo_hold_the_values_of_its_appendix() -> None:
     for config in (small, large):
         assert (config.batch.prompts, config.batch.group_size, config.run.seed) == (64, 32, 42)
         assert (config.run.num_steps, config.evaluation.every_steps) == (500, 1)
-        assert (config.actor.warmup_steps, config.critic.warmup_steps) == (50, 5)
+        assert (config.actor.learning_rate_warmup_steps, config.critic.learning_rate_warmup_steps) == (50, 5)
         assert (config.sampling.max_tokens, config.staleness.max_staleness) == (8000, 1)
         assert config.task.system_prompt is not None and config.task.system_prompt.endswith("\\boxed{}.")
     assert (small.actor.epochs, large.actor.epochs) == (1, 4)
@@ -102,6 +102,8 @@ def test_s3ac_is_mask_only_in_log_space_with_values_from_before(preset: str) -> 
         ("ppo", ("algorithm.advantage_mask_share=0.2",), "use two critics or set both shares to 0"),
         ("grpo", ("algorithm.truncated=bootstrap",), "ends a response with a critic's value"),
         ("grpo", ("algorithm.loss=aspo",), "needs a cap"),
+        ("grpo", ("actor.reference=initial",), r"kl_coefficient is 0; set a coefficient"),
+        ("grpo", ("algorithm.kl_coefficient=0.1", "algorithm.kl_estimator=k1"), "set actor.reference"),
         ("gspo", ("algorithm.dual_clip=3",), "has no meaning"),
         ("dapo", ("sampling.max_tokens=100",), "overlong_cache_tokens = 4096 exceeds"),
         ("reinforce_pp", ("algorithm.whiten_advantages=batch",), "whitens over the batch itself"),

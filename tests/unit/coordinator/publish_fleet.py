@@ -3,11 +3,11 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -18,14 +18,27 @@ from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import WorkerError
 from asyppo_async.fingerprint import model_identity
 from asyppo_async.fleet.engine.scripted import Script, ScriptedEngine
-from asyppo_async.fleet.serve import StopSignal, serve
-from asyppo_async.trainer.coordinator.membership import Expected, Fleet, RunIdentity, connect
+from asyppo_async.fleet.serve import serve
+from asyppo_async.fleet.stop import StopSignal
+from asyppo_async.trainer.coordinator.connecting import connect
+from asyppo_async.trainer.coordinator.membership import Fleet, RunIdentity
 from asyppo_async.trainer.coordinator.probing import ProbePlan, plan_probe
-from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult, SendResult, SessionStore
+from asyppo_async.trainer.coordinator.server_check import Expected
+from asyppo_async.trainer.worker.backend.protocol import Backend
+from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult
+from asyppo_async.trainer.worker.names import CheckpointNames
+from asyppo_async.trainer.worker.sender import Sender as WorkerSender
+from asyppo_async.trainer.worker.session_messages import (
+    JoinSession,
+    OpenSession,
+    SendResult,
+    SendWeights,
+    SessionStore,
+)
 from asyppo_async.types import SamplingParams
-from asyppo_async.weights.buckets import plan_buckets
-from asyppo_async.weights.manifest import Manifest, TensorSpec, manifest_of_checkpoint
-from asyppo_async.weights.transfer import WeightGroup, open_store, send_tensors
+from asyppo_async.weights.manifest import Dtype, Manifest, TensorSpec, manifest_of_checkpoint
+
+MarkedBy = Literal["load", "version"]
 
 VOCAB_SIZE = 64
 MAX_LEN = 512
@@ -66,14 +79,30 @@ class Server:
 
 
 @asynccontextmanager
-async def servers(model: Path, folder: Path, count: int = 1) -> AsyncIterator[list[Server]]:
+async def servers(
+    model: Path,
+    folder: Path,
+    count: int = 1,
+    marked_by: MarkedBy = "load",
+    dtype: Dtype = "float32",
+    num_experts: int = 0,
+) -> AsyncIterator[list[Server]]:
     """Real servers in this process, each with an engine that a test can break."""
     started: list[Server] = []
     failure: BaseException | None = None
     async with asyncio.TaskGroup() as tasks:
         try:
             for index in range(count):
-                started.append(await _start(tasks, model, folder / f"ready-{index}"))
+                started.append(
+                    await start(
+                        tasks,
+                        model,
+                        folder / f"ready-{index}",
+                        marked_by,
+                        dtype=dtype,
+                        num_experts=num_experts,
+                    )
+                )
             yield started
         except BaseException as error:
             failure = error
@@ -84,10 +113,39 @@ async def servers(model: Path, folder: Path, count: int = 1) -> AsyncIterator[li
         raise failure
 
 
-async def _start(tasks: asyncio.TaskGroup, model: Path, ready: Path) -> Server:
-    engine = ScriptedEngine(Script(vocab_size=VOCAB_SIZE, max_model_len=MAX_LEN))
+async def start(
+    tasks: asyncio.TaskGroup,
+    model: Path,
+    ready: Path,
+    marked_by: MarkedBy,
+    port: int = 0,
+    delay_s: float = 0.0,
+    dtype: Dtype = "float32",
+    join: str = "",
+    num_experts: int = 0,
+    **settings: Any,
+) -> Server:
+    """`settings`: further ones of the server."""
+    engine = ScriptedEngine(
+        Script(
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_LEN,
+            marked_by=marked_by,
+            delta_delay_s=delay_s,
+            num_experts=num_experts,
+        )
+    )
     stop = StopSignal()
-    config = ServeConfig(model=model, port=0, ready_file=ready, max_num_seqs=16, drain_grace_s=0.1)
+    config = ServeConfig(
+        model=model,
+        port=port,
+        ready_file=ready,
+        max_num_seqs=16,
+        drain_grace_s=0.1,
+        dtype=dtype,
+        join=join,
+        **settings,
+    )
 
     @asynccontextmanager
     async def opened(_: ServeConfig) -> AsyncIterator[ScriptedEngine]:
@@ -111,11 +169,18 @@ def expected_of(model: Path, **changes: Any) -> Expected:
 
 
 @asynccontextmanager
-async def fleet_of(model: Path, folder: Path, count: int = 1) -> AsyncIterator[tuple[Fleet, list[Server]]]:
+async def fleet_of(
+    model: Path, folder: Path, count: int = 1, marked_by: MarkedBy = "load", dtype: Dtype = "float32"
+) -> AsyncIterator[tuple[Fleet, list[Server]]]:
     async with AsyncExitStack() as stack:
-        started = await stack.enter_async_context(servers(model, folder, count))
+        started = await stack.enter_async_context(servers(model, folder, count, marked_by, dtype))
         addresses = [server.address for server in started]
-        yield await stack.enter_async_context(connect(addresses, expected_of(model), RUN, 10.0)), started
+        yield (
+            await stack.enter_async_context(
+                connect(addresses, expected_of(model, dtype=dtype), RUN, 10.0, debug=True)
+            ),
+            started,
+        )
 
 
 def plan() -> ProbePlan:
@@ -124,6 +189,7 @@ def plan() -> ProbePlan:
         sampling=SAMPLING,
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_LEN,
+        longest_tokens=300,
         num_sequences=4,
         num_tokens=8,
         seed=0,
@@ -136,6 +202,9 @@ class Sender:
 
     model: Path
     load: int = 0
+    marked_by: MarkedBy = "load"
+    dtype: Dtype = "float32"
+    bucket_bytes: int = BUCKET_BYTES
     offsets: list[float] = field(default_factory=list)
     """Added to the scores of the next loads: a sender that disagrees with the engine."""
     corrupt: bool = False
@@ -145,47 +214,67 @@ class Sender:
     seen: list[str] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     extra: tuple[TensorSpec, ...] = ()
-    _group: WeightGroup | None = None
-    _store: Any = None
+    change: Callable[[str, torch.Tensor, int], torch.Tensor] | None = None
+    """Of each tensor, from the one before it, by name and version; None: all are filled with the version."""
+    sent: list[SendResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        manifest = manifest_of_checkpoint(self.model, self.dtype)
+        self.worker = WorkerSender(
+            cast(Backend, self), cast(CheckpointNames, self), manifest, bucket_bytes=self.bucket_bytes, rank=0
+        )
+        self.tensor_of = {spec.name: torch.zeros(spec.shape) for spec in manifest.tensors}
 
     async def manifest(self) -> Manifest:
-        return Manifest(tensors=(*manifest_of_checkpoint(self.model, "float32").tensors, *self.extra))
+        return Manifest(tensors=(*self.worker.manifest.tensors, *self.extra))
+
+    def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self.tensor_of[name]) for name in names)
+
+    def parameters(self, names: Sequence[str]) -> Sequence[str]:
+        return names
+
+    def tensors(
+        self, names: Sequence[str], parameters: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return parameters
 
     async def open_session(
         self, host: str, epoch: int, world_size: int, backend: Literal["gloo", "nccl"], deadline_s: float
     ) -> SessionStore:
-        self._world_size = world_size
-        self._store, port = await asyncio.to_thread(open_store, host, world_size, deadline_s)
-        return SessionStore(host=host, port=port)
+        request = OpenSession(
+            host=host, epoch=epoch, world_size=world_size, backend=backend, deadline_s=deadline_s
+        )
+        return await asyncio.to_thread(self.worker.open, request)
 
     async def join_session(self, epoch: int, deadline_s: float) -> None:
-        self._group = await asyncio.to_thread(
-            WeightGroup.join,
-            backend="gloo",
-            store=self._store,
-            rank=0,
-            world_size=self._world_size,
-            epoch=epoch,
-            deadline_s=deadline_s,
-            host="127.0.0.1",
-        )
+        await asyncio.to_thread(self.worker.join, JoinSession(epoch=epoch, deadline_s=deadline_s))
 
-    async def send_weights(self, version: int, deadline_s: float) -> SendResult:
+    async def send_weights(
+        self,
+        version: int,
+        deadline_s: float,
+        *,
+        base_version: int = -1,
+        keep: bool = False,
+        folder: str = "",
+    ) -> SendResult:
         self.seen.append(f"send {version}")
         if self.fail:
             raise WorkerError(self.fail)
         await asyncio.sleep(self.delay_s)
-        self.load += 1
-        manifest = await self.manifest()
-        assert self._group is not None
-        tensors = [(spec.name, torch.full(spec.shape, float(version))) for spec in manifest.tensors]
-        report = await asyncio.to_thread(
-            send_tensors, self._group, manifest, plan_buckets(manifest, BUCKET_BYTES), tensors, deadline_s
+        self.load = self.load + 1 if self.marked_by == "load" else version
+        for name, tensor in self.tensor_of.items():
+            if self.change is None:
+                self.tensor_of[name] = torch.full(tensor.shape, float(version))
+            else:
+                self.tensor_of[name] = self.change(name, tensor, version)
+        request = SendWeights(
+            version=version, deadline_s=deadline_s, base_version=base_version, keep=keep, folder=folder
         )
-        checksums = (0, *report.checksums[1:]) if self.corrupt else report.checksums
-        return SendResult(
-            checksums=checksums, num_bytes=report.num_bytes, gather_s=report.gather_s, wire_s=report.wire_s
-        )
+        result = await asyncio.to_thread(self.worker.send, request)
+        self.sent.append(result)
+        return replace(result, checksums=(0, *result.checksums[1:])) if self.corrupt else result
 
     async def forward(self, request: ActorForward) -> ActorForwardResult:
         fixed = request.temperature == 1.0
@@ -202,5 +291,4 @@ class Sender:
 
     async def close_session(self) -> None:
         self.seen.append("close")
-        if self._group is not None:
-            self._group.close()
+        self.worker.close()

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from asyppo_async.errors import ConfigError, Stalled
+from asyppo_async.errors import ConfigError, Stalled, TaskError
 from asyppo_async.trainer.coordinator.core import DecisionCore
 from asyppo_async.trainer.coordinator.decisions import CoreState, DecisionSettings
 from asyppo_async.trainer.coordinator.draws import Draw, TokenUse
 from asyppo_async.trainer.coordinator.order import Chosen, Waiting
-from asyppo_async.trainer.coordinator.sampler import EpochSampler
+from asyppo_async.trainer.coordinator.sampler import Candidate, EpochSampler
 
 SETTINGS = DecisionSettings(
     batch_size=2,
@@ -131,7 +131,7 @@ def test_admission_when_an_unfinished_group_is_past_its_due_step_does_not_count_
             finish(core, record.draw)
     train(core)
     assert core.finished
-    assert [(fate.draw, fate.reason) for fate in core.close(0.0)] == [(straggler, "run_ended")]
+    assert [(fate.draw, fate.reason) for fate in core.close(0.0).fates] == [(straggler, "run_ended")]
 
 
 def test_batch_when_prompts_are_used_up_is_short_and_the_run_ends() -> None:
@@ -249,7 +249,10 @@ def test_step_when_nothing_is_trainable_adds_a_version_all_the_same() -> None:
     report = core.end_step(5.0, TokenUse(trained=0, stale=0, rejected=20))
     assert core.version == 1
     assert (report.step, report.step_s, report.use.rejected) == (0, 3.0, 20)
-    assert [(fate.outcome, fate.draw.draw_id) for fate in report.fates] == [("trained", 0), ("trained", 1)]
+    assert [(fate.outcome, fate.draw.draw_id) for fate in report.news.fates] == [
+        ("trained", 0),
+        ("trained", 1),
+    ]
 
 
 def test_batch_ahead_when_chosen_is_kept_for_its_step_and_uses_its_order_rule() -> None:
@@ -335,6 +338,77 @@ def test_checkpoint_when_restored_continues_with_the_same_fates_and_new_attempts
     assert chosen_ids(resumed.choose_batch(0.0))[0] == draws[2].draw_id
 
 
+def test_checkpoint_when_tokens_of_draws_in_flight_are_restored_lets_them_go_on() -> None:
+    """As the same attempt, under the version at which they began, with the tokens that are counted already."""
+    core = core_of()
+    draws = core.admit(0.0)
+    for draw in draws[:2]:
+        finish(core, draw)
+    for draw in draws[2:]:
+        core.record_tokens(draw, 4)
+    train(core)
+    resumed = DecisionCore.from_state(
+        core.state(),
+        settings=SETTINGS,
+        sampler=sampler_of(),
+        restored_draw_ids=[draws[2].draw_id],
+        now_s=0.0,
+        debug=True,
+    )
+    assert resumed.counts().returned_by_reason == {"interrupted": 1}
+    assert resumed.token_counts().dropped_by_reason == {"interrupted": 4}
+    resumed.served(1)
+    again = resumed.admit(0.0)
+    assert (again[0].draw_id, again[0].attempt, again[0].admission_version) == (draws[3].draw_id, 1, 1)
+    assert finish(resumed, draws[2]) == "queued"
+    for draw in again:
+        finish(resumed, draw)
+    assert chosen_ids(resumed.choose_batch(0.0))[0] == draws[2].draw_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kept"),
+    [({}, 2), ({"max_concurrent_groups": 1}, 1), ({"max_staleness": 2}, 0), ({"batch_size": 1}, 0)],
+)
+def test_checkpoint_when_settings_change_lets_as_many_go_on_as_may(
+    changes: dict[str, int], num_kept: int
+) -> None:
+    core = core_of()
+    draws = core.admit(0.0)
+    for draw in draws[:2]:
+        finish(core, draw)
+    train(core)
+    resumed = DecisionCore.from_state(
+        core.state(),
+        settings=replace(SETTINGS, **changes),
+        sampler=sampler_of(),
+        restored_draw_ids=[draw.draw_id for draw in draws],
+        now_s=0.0,
+        debug=True,
+    )
+    assert resumed.counts().in_flight == num_kept
+
+
+def test_checkpoint_when_the_step_of_a_draw_in_flight_is_past_draws_it_again() -> None:
+    """Under `mask` steps do not wait for it, and all that it has is too old."""
+    core = core_of(on_stale="mask", max_staleness=0)
+    draws = core.admit(0.0)
+    finish(core, draws[0])
+    core.record_tokens(draws[1], 4)
+    state = replace(core.state(), version=1)
+    settings = replace(SETTINGS, on_stale="mask", max_staleness=0)
+    for version, outcome in ((0, {}), (1, {"interrupted": 1})):
+        resumed = DecisionCore.from_state(
+            replace(state, version=version),
+            settings=settings,
+            sampler=sampler_of(),
+            restored_draw_ids=[draw.draw_id for draw in draws],
+            now_s=0.0,
+            debug=True,
+        )
+        assert resumed.counts().returned_by_reason == outcome
+
+
 def test_checkpoint_when_taken_inside_a_step_has_its_batch_in_the_queue() -> None:
     core = core_of()
     draws = core.admit(0.0)
@@ -375,7 +449,7 @@ def test_close_when_draws_are_live_lists_them_as_run_ended() -> None:
     finish(core, draws[0])
     finish(core, draws[1])
     core.choose_batch(0.0)
-    fates = core.close(9.0)
+    fates = core.close(9.0).fates
     assert [(fate.outcome, fate.reason) for fate in fates] == [("dropped", "run_ended")] * 4
     assert core.counts().dropped == core.counts().issued == 4
 
@@ -393,3 +467,72 @@ def test_close_when_draws_are_live_lists_them_as_run_ended() -> None:
 def test_settings_when_out_of_range_name_the_key_and_the_value(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least .* got {value}"):
         replace(SETTINGS, **{name: value})
+
+
+class SkippingSampler(EpochSampler):
+    """Accepts every `one_in`-th candidate."""
+
+    def __init__(self, *, one_in: int) -> None:
+        super().__init__(prompt_ids=["p0", "p1"], seed=0, num_epochs=None)
+        self._one_in = one_in
+
+    def next_candidate(self) -> Candidate:
+        candidate = super().next_candidate()
+        return replace(candidate, accepted=(candidate.number + 1) % self._one_in == 0)
+
+
+def test_candidates_when_some_are_skipped_are_listed_and_continue_after_a_resume() -> None:
+    core = core_of(sampler=SkippingSampler(one_in=3))
+    draws = core.admit(5.0)
+    for draw in draws:
+        finish(core, draw)
+    batch = core.choose_batch(5.0)
+    assert isinstance(batch, Chosen)
+    core.begin_step(5.0)
+    news = core.end_step(5.0, TokenUse(trained=batch.num_tokens, stale=0, rejected=0)).news
+    assert [entry.candidate.number for entry in news.considered] == list(range(12))
+    assert [entry.draw_id for entry in news.considered] == [
+        None,
+        None,
+        0,
+        None,
+        None,
+        1,
+        None,
+        None,
+        2,
+        None,
+        None,
+        3,
+    ]
+    assert {(entry.version, entry.at_s) for entry in news.considered} == {(0, 5.0)}
+    counts = core.counts()
+    assert (counts.considered, counts.skipped, counts.issued) == (12, 8, 4)
+
+    sampler = SkippingSampler(one_in=3)
+    resumed = DecisionCore.from_state(
+        CoreState.from_json(core.state().to_json()),
+        settings=SETTINGS,
+        sampler=sampler,
+        restored_draw_ids=[draw.draw_id for draw in draws],
+        now_s=6.0,
+        debug=True,
+    )
+    assert sampler.num_considered == 12
+    resumed.served(1)
+    resumed.admit(7.0)
+    assert [entry.candidate.number for entry in resumed.close(8.0).considered] == list(range(12, 18))
+
+
+def test_candidates_when_the_sampler_and_the_ledger_disagree_are_not_listed() -> None:
+    sampler = SkippingSampler(one_in=3)
+    core = core_of(sampler=sampler)
+    sampler.next_candidate()
+    with pytest.raises(AssertionError, match="every candidate"):
+        core.admit(0.0)
+
+
+def test_admission_when_the_sampler_accepts_nothing_ends_with_advice() -> None:
+    core = core_of(sampler=SkippingSampler(one_in=10**9))
+    with pytest.raises(TaskError, match="skipped 1021 candidates in a row; lower its selectivity"):
+        core.admit(0.0)

@@ -49,8 +49,8 @@ async def test_child_server_when_ready_then_its_address_comes_and_it_ends_with_t
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "logs" / "fleet.log"
-    async with child_server(command(SERVER + WAITS), log, 20.0) as address:
-        assert address == "127.0.0.1:1234"
+    async with child_server(command(SERVER + WAITS), log, 20.0) as server:
+        assert server.address == "127.0.0.1:1234" and not server.has_ended
         await asyncio.sleep(0.2)
         pid = pid_in(log)
         assert is_running(pid)

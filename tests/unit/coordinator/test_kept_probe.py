@@ -29,13 +29,14 @@ def test_probe_scores_continuations_over_the_kept_set_and_fixed_sequences_over_a
         sampling=SAMPLING,
         vocab_size=20,
         max_model_len=64,
+        longest_tokens=64,
         num_sequences=1,
         num_tokens=3,
         seed=0,
     )
     request = plan.sampled_request([report_of([-1.0, -2.0, -3.0])])
     assert (request.temperature, request.top_p, request.top_k) == (0.99, 0.99, 100)
-    fixed = plan.fixed_request()
+    fixed = plan.fixed_request(with_long=False)
     assert (fixed.temperature, fixed.top_p, fixed.top_k) == (1.0, 1.0, 0)
 
 
@@ -48,7 +49,7 @@ def test_gap_when_a_token_is_outside_the_trainers_kept_set_leaves_it_out() -> No
         entropies=np.zeros(3, dtype=np.float32),
         compute_s=0.0,
     )
-    (gap,) = gaps_of(["a:1"], [report_of([-1.0, -2.0, -3.0])], fixed, sampled)
+    (gap,) = gaps_of(["a:1"], [report_of([-1.0, -2.0, -3.0])], fixed, sampled, 1)
     assert gap.sampled.num_tokens == 2
     assert gap.sampled.mean == pytest.approx(0.25)
     assert combined([gap.fixed, gap.sampled]).max == pytest.approx(0.5)

@@ -5,7 +5,7 @@ Real loop, rollouts, core (checked after every transition) and reward process; s
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,18 +13,23 @@ import pytest
 
 from asyppo_async.config.load import config_from_tree
 from asyppo_async.config.sections import TrainConfig
-from asyppo_async.errors import FleetOverloaded
+from asyppo_async.rpc.calls import ResponseParts
+from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.tasks.protocol import TaskSpec
 from asyppo_async.trainer.coordinator.core import DecisionCore
-from asyppo_async.trainer.coordinator.evaluation import PinnedVersion
-from asyppo_async.trainer.coordinator.loop import StepRecord, TrainingLoop
+from asyppo_async.trainer.coordinator.generated import Generated, generated_of
+from asyppo_async.trainer.coordinator.loop import TrainingLoop
+from asyppo_async.trainer.coordinator.loop_meter import LoopMeter
+from asyppo_async.trainer.coordinator.membership import Fleet, RunIdentity
+from asyppo_async.trainer.coordinator.pinning import Pinning
 from asyppo_async.trainer.coordinator.publication import Publication
 from asyppo_async.trainer.coordinator.rewards import RewardPool
-from asyppo_async.trainer.coordinator.rollouts import Generated, Rollouts, RolloutSettings
+from asyppo_async.trainer.coordinator.rollouts import Rollouts, RolloutSettings
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
 from asyppo_async.trainer.coordinator.step import StepRunner
+from asyppo_async.trainer.coordinator.step_record import StepRecord
 from asyppo_async.trainer.coordinator.waits import LoopLag, Waits
-from asyppo_async.trainer.run import decision_settings
+from asyppo_async.trainer.run_core import decision_settings
 from asyppo_async.trainer.worker.messages import (
     ActorForward,
     ActorForwardResult,
@@ -34,7 +39,7 @@ from asyppo_async.trainer.worker.messages import (
     CriticTrain,
     TrainResult,
 )
-from asyppo_async.types import Prompt, Response, SamplingParams
+from asyppo_async.types import Prompt, SamplingParams
 from tests.unit.coordinator.test_step import update
 
 STEPS = 12
@@ -46,7 +51,7 @@ SAMPLING = SamplingParams(
 @pytest.fixture(scope="module")
 async def rewards() -> AsyncIterator[RewardPool]:
     spec = TaskSpec(name="arithmetic", seed=0, system_prompt="", params={})
-    async with RewardPool(spec=spec, num_children=1, score_deadline_s=20, start_deadline_s=60) as pool:
+    async with RewardPool(specs=(spec,), num_children=1, score_deadline_s=20, start_deadline_s=60) as pool:
         yield pool
 
 
@@ -58,7 +63,8 @@ class ScriptedFleet:
     version: int = 0
     stragglers: float = 0.1
     calls: int = 0
-    overloads: int = 2
+    begun_tokens: int = 0
+    """Of what there was already when it was asked for."""
 
     async def generate(
         self,
@@ -68,23 +74,32 @@ class ScriptedFleet:
         sampling: SamplingParams,
         deadline_s: float,
         on_tokens: Callable[[int], None],
+        on_server: Callable[[str], None],
+        parts: ResponseParts | None = None,
     ) -> Generated:
+        on_server("scripted")
         self.calls += 1
-        if self.calls <= self.overloads:
-            raise FleetOverloaded("no room")
         slow = self.random.random() < self.stragglers
-        versions = []
-        for position in range(4):
-            versions.append(self.version)
+        parts = parts or ResponseParts(num_samples, sampling)
+        self.begun_tokens += parts.num_tokens
+        for position in range(parts.num_tokens // num_samples, 4):
+            version = self.version
             await asyncio.sleep(self.random.random() * (0.05 if slow else 0.004))
-            on_tokens(num_samples * (position + 1))
-        response = Response(
-            token_ids=np.arange(4, dtype=np.int32),
-            behaviour_logprobs=np.full(4, -0.5, dtype=np.float32),
-            versions=np.array(versions, dtype=np.int32),
-            finish_reason="stop",
-        )
-        return Generated(responses=(response,) * num_samples, server="scripted")
+            for index in range(num_samples):
+                parts.add(token(index, position, version))
+            on_tokens(parts.num_tokens)
+        return generated_of(parts.responses(), "scripted")
+
+
+def token(sample_index: int, position: int, version: int) -> SampleTokens:
+    """Of four, down to the stop token."""
+    return SampleTokens(
+        sample_index=sample_index,
+        token_ids=np.array([3 - position], dtype=np.int32),
+        behaviour_logprobs=np.full(1, -0.5, dtype=np.float32),
+        versions=np.array([version], dtype=np.int32),
+        finish_reason="stop" if position == 3 else None,
+    )
 
 
 class ScriptedGroup:
@@ -142,6 +157,8 @@ def world(
     rewards: RewardPool,
     fleet: ScriptedFleet,
     on_step: Callable[[StepRecord], None] = lambda _: None,
+    decode: Callable[[Sequence[int]], str] = lambda ids: "3#3" if sum(ids) % 2 else "3#4",
+    group: ScriptedGroup | None = None,
 ) -> World:
     prompts = {
         f"p{index}": Prompt(id=f"p{index}", task="arithmetic", text="1+2=", token_ids=(1, 2), answer="3")
@@ -158,12 +175,12 @@ def world(
         prompts=prompts,
         generator=fleet,
         rewards=rewards,
-        decode=lambda ids: "3#3" if sum(ids) % 2 else "3#4",
+        decode=decode,
         settings=RolloutSettings(group_size=config.batch.group_size, sampling=SAMPLING, group_deadline_s=30),
         changed=changed,
         waits=waits,
     )
-    group = ScriptedGroup()
+    group = group or ScriptedGroup()
     publisher = ScriptedPublisher(fleet)
     loop = TrainingLoop(
         config=config,
@@ -171,13 +188,13 @@ def world(
         rollouts=rollouts,
         runner=StepRunner(config, group, (group, group)),  # type: ignore[arg-type]
         publisher=publisher,  # type: ignore[arg-type]
-        pinned=PinnedVersion(1.0),
-        evaluate=lambda _: pytest.fail("no evaluation is due"),
+        pinning=Pinning(Fleet([], RunIdentity(run_id="run", incarnation=0), debug=True), 1.0),
+        before_evaluation=lambda: pytest.fail("no evaluation is due"),
+        evaluate=lambda: pytest.fail("no evaluation is due"),
         on_step=lambda record: (records.append(record), on_step(record)),  # type: ignore[func-returns-value]
-        on_evaluation=lambda _: None,
         changed=changed,
         waits=waits,
-        lag=LoopLag(),
+        meter=LoopMeter(core, LoopLag()),
     )
     return World(core, loop, rollouts, publisher, records, waits)
 
@@ -256,3 +273,67 @@ async def test_loop_says_what_it_waits_for(rewards: RewardPool) -> None:
         await listening
         running.cancel()
     assert any("step 0" in words and "responses to prompt" in words for words in said), said[-3:]
+
+
+class OneNeverReturns(ScriptedFleet):
+    """The last member of every group is still generating at the deadline."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), stragglers=0.0)
+        self.places: set[str] = set()
+        self.core: DecisionCore | None = None
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        num_samples: int,
+        sampling: SamplingParams,
+        deadline_s: float,
+        on_tokens: Callable[[int], None],
+        on_server: Callable[[str], None],
+        parts: ResponseParts | None = None,
+    ) -> Generated:
+        whole = await super().generate(
+            prompt,
+            num_samples=num_samples,
+            sampling=sampling,
+            deadline_s=deadline_s,
+            on_tokens=on_tokens,
+            on_server=on_server,
+        )
+        assert self.core is not None
+        self.places |= {record.server for record in self.core.live() if record.num_tokens > 0}
+        return generated_of([*whole.responses[:-1], None], whole.server)
+
+
+@pytest.mark.report("P41")
+async def test_group_when_a_member_never_returns_is_trained_without_it(rewards: RewardPool) -> None:
+    fleet = OneNeverReturns()
+    made = world(config_with("batch.group_size=4"), rewards, fleet)
+    fleet.core = made.core
+    await made.run(asyncio.Event())
+    counts, tokens = made.core.counts(), made.core.token_counts()
+    assert counts.trained == counts.reduced == 3 * STEPS and counts.dropped == 0
+    assert all(
+        len(group.trajectories) == 3 for record in made.records for group in record.result.batch.groups
+    )
+    assert tokens.dropped_by_reason["lost_member"] == 4 * counts.trained
+    assert made.rollouts.lost_members == {"deadline": counts.trained}
+    assert fleet.places == {"scripted"}, "the ledger says where an attempt is"
+
+
+@pytest.mark.report("P41")
+async def test_group_when_no_member_returns_is_tried_again_and_then_dropped(rewards: RewardPool) -> None:
+    class NoneReturns(ScriptedFleet):
+        async def generate(self, prompt: Prompt, *, num_samples: int, **_: object) -> Generated:
+            return generated_of([None] * num_samples, "scripted")
+
+    config = config_with("staleness.max_attempts=2", "staleness.max_replacements_per_step=6")
+    made = world(config, rewards, NoneReturns(random.Random(0)))
+    with pytest.raises(ExceptionGroup) as caught:
+        await made.run(asyncio.Event())
+    assert "deadline" in str(caught.value.exceptions)
+    counts = made.core.counts()
+    assert counts.dropped_by_reason == {"deadline": counts.dropped} and counts.dropped >= 6
+    assert counts.returned_by_reason["deadline"] >= counts.dropped, "each had its second try"

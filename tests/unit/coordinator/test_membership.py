@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyppo_async.errors import ConfigError, FleetMismatch, FleetUnavailable
-from asyppo_async.trainer.coordinator.membership import connect
+from asyppo_async.trainer.coordinator.connecting import connect
 from asyppo_async.types import Prompt
 from tests.unit.coordinator.publish_fleet import RUN, SAMPLING, expected_of, fleet_of, servers, write_model
 
@@ -27,7 +27,7 @@ async def test_connect_when_nobody_is_there_then_one_line_names_the_address(tmp_
         FleetUnavailable,
         match=rf"^fleet server {address} was not ready within 1 s .*asyppo-fleet serve.*--fleet$",
     ) as caught:
-        async with connect([address], expected_of(write_model(tmp_path / "model")), RUN, 1.0):
+        async with connect([address], expected_of(write_model(tmp_path / "model")), RUN, 1.0, debug=True):
             pytest.fail("there is no server")
     assert "\n" not in str(caught.value)
     assert time.monotonic() - started_s < 3
@@ -56,7 +56,7 @@ async def test_connect_when_the_server_comes_later_then_it_is_waited_for(tmp_pat
 
         relays: list[asyncio.Server] = []
         coming = tasks.create_task(come_up())
-        async with connect([f"127.0.0.1:{late}"], expected_of(model), RUN, 20.0) as fleet:
+        async with connect([f"127.0.0.1:{late}"], expected_of(model), RUN, 20.0, debug=True) as fleet:
             assert fleet.members[0].info.server_id
         await coming
         relays[0].close()
@@ -79,7 +79,7 @@ async def test_connect_when_the_server_has_another_model_then_both_sides_are_nam
         with pytest.raises(
             FleetMismatch, match=rf"server {started[0].address} \(--model {theirs}\).*{message}"
         ):
-            async with connect([started[0].address], expected_of(ours), RUN, 10.0):
+            async with connect([started[0].address], expected_of(ours), RUN, 10.0, debug=True):
                 pytest.fail("it does not fit")
 
 
@@ -96,22 +96,24 @@ async def test_connect_when_the_run_needs_something_else_then_it_says_what(
     model = write_model(tmp_path / "model")
     async with servers(model, tmp_path) as started:
         with pytest.raises(FleetMismatch, match=message):
-            async with connect([started[0].address], expected_of(model, **changes), RUN, 10.0):
+            async with connect([started[0].address], expected_of(model, **changes), RUN, 10.0, debug=True):
                 pytest.fail("it does not fit")
 
 
 async def test_connect_when_an_address_comes_twice_or_none_then_it_is_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"fleet\.servers: a:1 comes twice"):
-        async with connect(["a:1", "b:1", "a:1"], expected_of(model), RUN, 1.0):
+        async with connect(["a:1", "b:1", "a:1"], expected_of(model), RUN, 1.0, debug=True):
             pytest.fail("it comes twice")
     with pytest.raises(ConfigError, match="no server is named"):
-        async with connect([], expected_of(model), RUN, 1.0):
+        async with connect([], expected_of(model), RUN, 1.0, debug=True):
             pytest.fail("there is none")
     async with servers(model, tmp_path) as started:
         port = started[0].address.rsplit(":", 1)[1]
         with pytest.raises(FleetMismatch, match=r"127\.0\.0\.1:\d+ and localhost:\d+ are the same server"):
-            async with connect([f"127.0.0.1:{port}", f"localhost:{port}"], expected_of(model), RUN, 5.0):
+            async with connect(
+                [f"127.0.0.1:{port}", f"localhost:{port}"], expected_of(model), RUN, 5.0, debug=True
+            ):
                 pytest.fail("they are one")
 
 
@@ -120,14 +122,30 @@ async def test_generate_when_servers_are_busy_then_the_least_loaded_is_asked(tmp
     async with fleet_of(model, tmp_path, count=2) as (fleet, _):
         assert fleet.address_of_this_host() == "127.0.0.1"
         first, second = fleet.members
+        with pytest.raises(FleetUnavailable, match="publish before generating"):
+            await fleet.generate(
+                PROMPT,
+                num_samples=2,
+                sampling=SAMPLING,
+                deadline_s=5.0,
+                on_tokens=lambda _: None,
+                on_server=lambda _: None,
+            )
+        async with fleet.sending(0) as sending:
+            fleet.state.completed(sending)
         assert fleet.least_loaded() is first
         first.outstanding_tokens = 5
         assert fleet.least_loaded() is second
         second.outstanding_tokens = 6
         assert fleet.least_loaded() is first
-        # No version of this run is served yet.
+        # The servers know better: no version of this run is served yet.
         with pytest.raises(FleetMismatch, match="publish before generating"):
             await fleet.generate(
-                PROMPT, num_samples=2, sampling=SAMPLING, deadline_s=5.0, on_tokens=lambda _: None
+                PROMPT,
+                num_samples=2,
+                sampling=SAMPLING,
+                deadline_s=5.0,
+                on_tokens=lambda _: None,
+                on_server=lambda _: None,
             )
         assert (first.outstanding_tokens, second.outstanding_tokens) == (5, 6)

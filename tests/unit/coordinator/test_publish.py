@@ -16,15 +16,21 @@ import pytest
 
 from asyppo_async.config.sections import WeightsSection
 from asyppo_async.errors import FleetError, FleetUnavailable, WeightSyncError
+from asyppo_async.rpc.calls import ResponseParts
+from asyppo_async.rpc.codec import SampleTokens
+from asyppo_async.rpc.member import Member
+from asyppo_async.trainer.coordinator.connecting import connect
 from asyppo_async.trainer.coordinator.embedded_fleet import child_server
-from asyppo_async.trainer.coordinator.membership import Fleet, connect
+from asyppo_async.trainer.coordinator.generated import Generated
+from asyppo_async.trainer.coordinator.membership import Fleet, RunIdentity
 from asyppo_async.trainer.coordinator.publish import Publisher, open_publisher
-from asyppo_async.types import Prompt, Response
+from asyppo_async.types import FinishReason, Prompt, Response
 from asyppo_async.weights.manifest import TensorSpec
 from tests.unit.coordinator.publish_fleet import (
     RUN,
     SAMPLING,
     SETTINGS,
+    MarkedBy,
     Sender,
     Server,
     expected_of,
@@ -38,20 +44,38 @@ PROMPT = Prompt(id="p", task="t", text="", token_ids=(5, 6), answer="")
 
 @asynccontextmanager
 async def publishing(
-    folder: Path, sender: Sender, *, count: int = 1, settings: WeightsSection = SETTINGS
+    folder: Path,
+    sender: Sender,
+    *,
+    count: int = 1,
+    settings: WeightsSection = SETTINGS,
+    marked_by: MarkedBy = "load",
 ) -> AsyncIterator[tuple[Publisher, Fleet, list[Server]]]:
     async with (
-        fleet_of(sender.model, folder, count) as (fleet, started),
-        open_publisher(
-            sender=sender, fleet=fleet, settings=settings, plan=plan(), host="127.0.0.1", version=0
-        ) as publisher,
+        fleet_of(sender.model, folder, count, marked_by) as (fleet, started),
+        opened(sender, fleet, settings) as publisher,
     ):
         yield publisher, fleet, started
 
 
-async def one_response(fleet: Fleet) -> Response:
-    generated = await fleet.generate(
-        PROMPT, num_samples=1, sampling=SAMPLING, deadline_s=10.0, on_tokens=lambda _: None
+def opened(
+    sender: Sender, fleet: Fleet, settings: WeightsSection
+) -> contextlib.AbstractAsyncContextManager[Publisher]:
+    """With version 0 published."""
+    return open_publisher(
+        sender=sender, fleet=fleet, settings=settings, plan=plan(), host="127.0.0.1", version=0
+    )
+
+
+async def one_response(fleet: Fleet, member: Member | None = None) -> Response:
+    """From this member, or from whom the fleet would ask for training."""
+    generated = await fleet.generate_on(
+        member or fleet.least_loaded(),
+        PROMPT,
+        num_samples=1,
+        sampling=SAMPLING,
+        deadline_s=10.0,
+        on_tokens=lambda _: None,
     )
     return generated.responses[0]
 
@@ -68,6 +92,7 @@ async def test_publish_when_all_agree_then_every_server_serves_it_and_the_floor_
         assert first.bound == 1e-5
         # Fixed: 2, 17 and 129 tokens, the first of each not scored; sampled: 4 prompts, at most 8 tokens each.
         assert first.fixed.num_tokens == 2 * (1 + 16 + 128)
+        assert first.long.num_tokens == 2 * 298
         assert 0 < first.sampled.num_tokens <= 2 * 4 * 8
         assert sender.temperatures == [1.0, pytest.approx(0.7)]
         assert first.num_bytes == (await sender.manifest()).num_bytes
@@ -82,6 +107,7 @@ async def test_publish_when_all_agree_then_every_server_serves_it_and_the_floor_
     assert sender.seen[-1] == "close"
 
 
+@pytest.mark.report("P10")
 async def test_publish_when_it_is_timed_then_every_phase_has_its_seconds(tmp_path: Path) -> None:
     sender = Sender(write_model(tmp_path / "model"), delay_s=0.3)
     async with publishing(tmp_path, sender) as (publisher, _, _):
@@ -99,6 +125,7 @@ async def test_publish_when_it_is_timed_then_every_phase_has_its_seconds(tmp_pat
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+@pytest.mark.report("P20")
 async def test_publish_when_the_actor_scores_slowly_then_the_servers_load_and_probe_beside_it(
     tmp_path: Path,
 ) -> None:
@@ -111,6 +138,35 @@ async def test_publish_when_the_actor_scores_slowly_then_the_servers_load_and_pr
         timings = publisher.first.timings
         assert timings.commit_s + timings.probe_s < 1.0
         assert publisher.first.total_s > 2.0  # both halves were scored
+
+
+@pytest.mark.report("P04")
+async def test_publish_when_a_verdict_is_missing_then_the_version_is_not_served_yet(tmp_path: Path) -> None:
+    sender = Sender(write_model(tmp_path / "model"), score_s=0.3)
+    async with publishing(tmp_path, sender, count=2) as (publisher, fleet, _), asyncio.TaskGroup() as tasks:
+        publishing_1 = tasks.create_task(publisher.publish(1))
+        seen = set()
+        while not publishing_1.done():
+            seen.add((fleet.state.served_version, len(fleet.current)))
+            await asyncio.sleep(0.01)
+        assert all(version == 0 for version, _ in seen), "no group is admitted on the new number"
+        assert (fleet.state.served_version, len(fleet.current)) == (1, 2)
+
+
+@pytest.mark.report("P10")
+async def test_publish_when_the_buckets_are_many_then_the_control_calls_are_as_many(tmp_path: Path) -> None:
+    counts = []
+    for bucket_bytes in (1024, 2**20):
+        settings = SETTINGS.model_copy(update={"bucket_bytes": bucket_bytes})
+        folder = tmp_path / str(bucket_bytes)
+        sender = Sender(write_model(folder / "model"), bucket_bytes=bucket_bytes)
+        async with publishing(folder, sender, settings=settings) as (publisher, _, started):
+            before = len(started[0].engine.seen)
+            await publisher.publish(1)
+            calls = [what for what in started[0].engine.seen[before:] if not what.startswith("generate")]
+            counts.append((len(sender.worker.buckets), [what.split()[0] for what in calls]))
+    (many, calls_of_many), (one, calls_of_one) = counts
+    assert many > 10 and one == 1 and calls_of_many == calls_of_one
 
 
 async def test_publish_when_one_probe_fails_then_a_complete_repeat_heals_it(tmp_path: Path) -> None:
@@ -137,9 +193,12 @@ async def test_publish_when_both_probes_fail_then_server_phase_and_gap_are_named
         info = await fleet.members[0].client.info(5.0)
         assert (info.state, info.served_version) == ("weights_unknown", -1)
         with pytest.raises(FleetError, match="weights unknown"):
+            await one_response(fleet, fleet.members[0])
+        with pytest.raises(FleetUnavailable, match="publish before generating"):
             await one_response(fleet)
 
 
+@pytest.mark.report("P16")
 async def test_publish_when_the_first_gap_is_beyond_reason_then_it_is_no_floor(tmp_path: Path) -> None:
     sender = Sender(write_model(tmp_path / "model"), offsets=[0.01, 0.01])
     with pytest.raises(WeightSyncError, match=r"version 0: phase probe: .*the bound is 0\.001"):
@@ -159,6 +218,23 @@ async def test_publish_when_the_floor_is_higher_then_the_bound_is_ten_times_it(t
         assert (await publisher.publish(2)).attempts == 2
 
 
+async def test_publish_when_only_long_sequences_are_wrong_then_the_long_one_finds_it_at_its_turn(
+    tmp_path: Path,
+) -> None:
+    sender = Sender(write_model(tmp_path / "model"))
+    settings = SETTINGS.model_copy(update={"probe_long_every": 3})
+    async with publishing(tmp_path, sender, settings=settings) as (publisher, _, started):
+        assert publisher.first is not None
+        assert publisher.first.metrics()["probe/long_tokens"] == 298
+        started[0].engine.skew, started[0].engine.skew_from = 0.01, 200
+        for version in (1, 2):
+            published = await publisher.publish(version)
+            assert (published.attempts, published.long.num_tokens) == (1, 0)
+            assert "probe/long_tokens" not in published.metrics()
+        with pytest.raises(WeightSyncError, match=r"prefill \S+, sampled \S+, long 0\.003"):
+            await publisher.publish(3)
+
+
 async def test_publish_when_a_tolerance_is_set_then_it_is_the_bound(tmp_path: Path) -> None:
     sender = Sender(write_model(tmp_path / "model"), offsets=[0.4])
     settings = SETTINGS.model_copy(update={"probe_tolerance": 0.5})
@@ -167,6 +243,7 @@ async def test_publish_when_a_tolerance_is_set_then_it_is_the_bound(tmp_path: Pa
         assert (publisher.first.attempts, publisher.first.bound) == (1, 0.5)
 
 
+@pytest.mark.report("P20")
 async def test_publish_when_a_score_is_not_a_number_then_the_probe_fails(tmp_path: Path) -> None:
     sender = Sender(write_model(tmp_path / "model"))
     async with publishing(tmp_path, sender) as (publisher, _, _):
@@ -177,13 +254,37 @@ async def test_publish_when_a_score_is_not_a_number_then_the_probe_fails(tmp_pat
 
 async def test_publish_when_a_load_fails_then_the_servers_words_are_in_the_error(tmp_path: Path) -> None:
     sender = Sender(write_model(tmp_path / "model"))
-    async with publishing(tmp_path, sender, count=2) as (publisher, _, started):
+    settings = SETTINGS.model_copy(update={"on_failed_server": "fail"})
+    async with publishing(tmp_path, sender, count=2, settings=settings) as (publisher, _, started):
         started[1].engine.faults["load"] = "a tensor does not fit"
         with pytest.raises(
             WeightSyncError,
             match=rf"version 1: phase commit: server {started[1].address}: .*a tensor does not fit",
         ):
             await publisher.publish(1)
+
+
+@pytest.mark.parametrize("point", ["verify", "pause", "load", "resume", "score"])
+async def test_publish_when_one_of_two_fails_then_the_other_gets_the_version_at_once_and_it_joins_again(
+    tmp_path: Path, point: str
+) -> None:
+    sender = Sender(write_model(tmp_path / "model"), marked_by="version")
+    async with publishing(tmp_path, sender, count=2, marked_by="version") as (publisher, fleet, started):
+        started[1].engine.faults[point] = "no memory left"
+        if point == "score":
+            del started[1].engine.faults[point]
+            started[1].engine.skew = 0.5
+        began_s = time.monotonic()
+        published = await publisher.publish(1)
+        assert time.monotonic() - began_s < 2 * SETTINGS.min_deadline_s
+        assert [server.address for server in published.servers] == [started[0].address]
+        assert fleet.state.is_lost(started[1].address) and fleet.num_lost == 1
+        assert (await one_response(fleet)).versions.tolist() == [1] * 64
+        if point == "load":
+            async with asyncio.timeout(10):
+                while fleet.state.is_lost(started[1].address):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert len((await publisher.publish(2)).servers) == 2
 
 
 async def test_publish_when_a_staged_checksum_differs_in_the_engine_then_the_old_version_serves(
@@ -194,7 +295,8 @@ async def test_publish_when_a_staged_checksum_differs_in_the_engine_then_the_old
         started[0].engine.faults["verify"] = "bytes differ"
         with pytest.raises(WeightSyncError, match=r"phase commit: .*bytes differ.* \[DATA_LOSS\]"):
             await publisher.publish(1)
-        assert (await one_response(fleet)).versions.tolist() == [0] * 64
+        assert (await one_response(fleet, fleet.members[0])).versions.tolist() == [0] * 64
+        assert fleet.current == (), "the trainer does not rely on it before a complete publication"
 
 
 async def test_publish_when_other_bytes_arrive_then_the_tensor_is_named_and_nothing_is_committed(
@@ -223,15 +325,40 @@ async def test_publish_when_the_sender_fails_then_its_words_come_in_seconds(tmp_
         assert (await one_response(fleet)).versions.tolist() == [0] * 64
 
 
-async def test_publish_when_a_server_is_gone_then_it_is_named(tmp_path: Path) -> None:
+async def test_publish_when_its_only_server_is_gone_then_it_is_named(tmp_path: Path) -> None:
     sender = Sender(write_model(tmp_path / "model"))
-    async with publishing(tmp_path, sender, count=2) as (publisher, _, started):
-        started[1].stop.received.set()
+    async with publishing(tmp_path, sender) as (publisher, _, started):
+        started[0].stop.received.set()
         await asyncio.sleep(1.5)
         started_s = time.monotonic()
-        with pytest.raises(WeightSyncError, match=rf"phase stage: server {started[1].address}"):
+        with pytest.raises(WeightSyncError, match=rf"phase stage: server {started[0].address}"):
             await publisher.publish(1)
         assert time.monotonic() - started_s < 10
+
+
+@pytest.mark.report("P46")
+async def test_open_publisher_when_a_dead_trainer_left_a_load_then_it_waits_for_its_end(
+    tmp_path: Path,
+) -> None:
+    """The load takes longer than a session may wait for it, and not so long as a commit may take."""
+    sender = Sender(write_model(tmp_path / "model"), marked_by="version")
+    async with fleet_of(sender.model, tmp_path, 2, "version") as (fleet, started):
+        engine = started[1].engine
+        async with opened(sender, fleet, SETTINGS) as publisher:
+            engine.load_s = SETTINGS.min_deadline_s * 0.6
+            async with asyncio.TaskGroup() as tasks:
+                killed = tasks.create_task(publisher.publish(1))
+                while "load 1" not in engine.seen:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                killed.cancel()
+        engine.load_s = 0.0
+        addresses = [server.address for server in started]
+        again = RunIdentity(run_id=RUN.run_id, incarnation=RUN.incarnation + 1)
+        resumed = connect(addresses, expected_of(sender.model), again, 10.0, debug=True)
+        async with resumed as servers, opened(sender, servers, SETTINGS) as publisher:
+            assert publisher.first is not None and len(publisher.first.servers) == 2
+            assert servers.num_lost == 0
+            assert (await one_response(servers)).versions.tolist() == [0] * 64
 
 
 async def test_open_publisher_when_the_tensors_differ_then_both_sides_are_listed(tmp_path: Path) -> None:
@@ -268,6 +395,7 @@ async def test_publish_when_responses_are_in_flight_then_they_carry_both_version
                 sampling=SAMPLING,
                 deadline_s=10.0,
                 on_tokens=lambda num_tokens: arrived.set() if num_tokens >= 8 else None,
+                on_server=lambda _: None,
             )
             return generated.responses[0]
 
@@ -280,6 +408,51 @@ async def test_publish_when_responses_are_in_flight_then_they_carry_both_version
         assert len(versions) == 64
 
 
+@pytest.mark.report("P52")
+async def test_generate_when_a_resumed_run_has_tokens_then_only_the_rest_is_asked_for(tmp_path: Path) -> None:
+    """Of one sample all, of one some, of one nothing; each token keeps the version that sampled it."""
+    sender = Sender(write_model(tmp_path / "model"), marked_by="version")
+    async with publishing(tmp_path, sender, marked_by="version") as (publisher, fleet, started):
+        parts = ResponseParts(3, SAMPLING, [begun(0, 64, "length"), begun(1, 10, None)])
+        await publisher.publish(1)
+        asked = len(started[0].engine.prompts)
+        counts: list[int] = []
+
+        async def generate() -> Generated:
+            return await fleet.generate(
+                PROMPT,
+                num_samples=3,
+                sampling=SAMPLING,
+                deadline_s=10.0,
+                on_tokens=counts.append,
+                on_server=lambda _: None,
+                parts=parts,
+            )
+
+        responses = (await generate()).responses
+        assert [response.versions.tolist() for response in responses] == [
+            [0] * 64,
+            [0] * 10 + [1] * 54,
+            [1] * 64,
+        ]
+        assert [response.behaviour_logprobs[9] for response in responses[:2]] == [-0.5, -0.5]
+        assert sorted(map(len, started[0].engine.prompts[asked:])) == [2, 12]
+        assert counts[0] > 74 and counts[-1] == parts.num_tokens == 3 * 64
+        assert (await generate()).responses[1].versions.tolist() == [0] * 10 + [1] * 54
+        assert len(started[0].engine.prompts) == asked + 2, "nothing was left to ask for"
+
+
+def begun(sample_index: int, num_tokens: int, finish_reason: FinishReason | None) -> SampleTokens:
+    """Under version 0."""
+    return SampleTokens(
+        sample_index=sample_index,
+        token_ids=np.full(num_tokens, 9, dtype=np.int32),
+        behaviour_logprobs=np.full(num_tokens, -0.5, dtype=np.float32),
+        versions=np.zeros(num_tokens, dtype=np.int32),
+        finish_reason=finish_reason,
+    )
+
+
 async def test_generate_when_a_server_has_ended_then_the_error_names_it(tmp_path: Path) -> None:
     sender = Sender(write_model(tmp_path / "model"))
     async with publishing(tmp_path, sender) as (_, fleet, started):
@@ -290,7 +463,8 @@ async def test_generate_when_a_server_has_ended_then_the_error_names_it(tmp_path
         assert fleet.members[0].outstanding_tokens == 0
 
 
-@pytest.mark.parametrize(("signal_number", "at_most_s"), [(signal.SIGKILL, 4.0), (signal.SIGSTOP, 8.0)])
+@pytest.mark.report("P01")
+@pytest.mark.parametrize(("signal_number", "at_most_s"), [(signal.SIGKILL, 4.0), (signal.SIGSTOP, 14.0)])
 async def test_publish_when_a_server_dies_or_freezes_in_mid_transfer_then_it_is_named_within_the_deadline(
     tmp_path: Path, signal_number: signal.Signals, at_most_s: float
 ) -> None:
@@ -301,8 +475,8 @@ async def test_publish_when_a_server_dies_or_freezes_in_mid_transfer_then_it_is_
     shell = f'exec "{sys.executable}" "{script}" "{sender.model}" "$2"'
     log = tmp_path / "server.log"
     async with (
-        child_server(["/bin/sh", "-c", f"echo pid $$; {shell}", "sh"], log, 30.0) as address,
-        connect([address], expected_of(sender.model), RUN, 10.0) as fleet,
+        child_server(["/bin/sh", "-c", f"echo pid $$; {shell}", "sh"], log, 30.0) as server,
+        connect([server.address], expected_of(sender.model), RUN, 10.0, debug=True) as fleet,
         open_publisher(
             sender=sender, fleet=fleet, settings=settings, plan=plan(), host="127.0.0.1", version=0
         ) as publisher,
@@ -311,7 +485,7 @@ async def test_publish_when_a_server_dies_or_freezes_in_mid_transfer_then_it_is_
         sender.delay_s = 0.6
         asyncio.get_running_loop().call_later(0.3, os.kill, pid, signal_number)
         started_s = time.monotonic()
-        with pytest.raises(WeightSyncError, match=f"version 1: phase stage: server {address}"):
+        with pytest.raises(WeightSyncError, match=f"version 1: phase stage: server {server.address}"):
             await publisher.publish(1)
         assert time.monotonic() - started_s < at_most_s
         with contextlib.suppress(ProcessLookupError):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ from asyppo_async.errors import AsyppoError, FleetUnavailable, WeightSyncError, 
 from asyppo_async.rpc.calls import ProbeReport
 from asyppo_async.trainer.coordinator import together as together_module
 from asyppo_async.trainer.coordinator.pace import Pace
-from asyppo_async.trainer.coordinator.probing import check_fresh, combined, gaps_of, plan_probe
+from asyppo_async.trainer.coordinator.probing import (
+    LongTurns,
+    ServerGap,
+    check_fresh,
+    combined,
+    gaps_of,
+    plan_probe,
+    worst_of,
+)
 from asyppo_async.trainer.coordinator.publication import bound_from
 from asyppo_async.trainer.coordinator.together import beside, together
 from asyppo_async.trainer.worker.messages import ActorForwardResult
@@ -134,7 +143,8 @@ def test_bound_from_when_given_a_floor_then_it_is_ten_times_it_within_limits(
 
 
 def probe_plan(prompts: list[list[int]], **changes: int):
-    values = {"vocab_size": 50, "max_model_len": 40, "num_sequences": 3, "num_tokens": 8, "seed": 0}
+    values = {"vocab_size": 50, "max_model_len": 40, "longest_tokens": 40}
+    values |= {"num_sequences": 3, "num_tokens": 8, "seed": 0}
     return plan_probe(prompts=prompts, sampling=SAMPLING, **{**values, **changes})
 
 
@@ -180,11 +190,60 @@ def scores(*logprobs: float) -> ActorForwardResult:
 def test_gaps_of_when_servers_differ_then_each_is_compared_with_its_own_tokens() -> None:
     good = report([-1.0, -2.0], response(-1.0), response(-2.0, -3.0))
     bad = report([-1.0, -2.5], response(-4.0, -5.0), response(-6.0))
-    gaps = gaps_of(["a", "b"], [good, bad], scores(-1.0, -2.0), scores(-1, -2, -3, -4, -5.5, -7))
+    gaps = gaps_of(["a", "b"], [good, bad], scores(-1.0, -2.0), scores(-1, -2, -3, -4, -5.5, -7), 1)
     assert [gap.mean for gap in gaps] == [0.0, 0.5]
     assert gaps[1].fixed == ProbeGap(mean=0.25, max=0.5, num_tokens=2)
     assert gaps[1].sampled == ProbeGap(mean=0.5, max=1.0, num_tokens=3)
     assert combined([gap.sampled for gap in gaps]) == ProbeGap(mean=0.25, max=1.0, num_tokens=6)
+
+
+def test_worst_of_when_a_server_was_probed_three_times_then_its_largest_gap_counts() -> None:
+    def gap(address: str, mean: float) -> ServerGap:
+        fixed, sampled = (ProbeGap(mean=each, max=each, num_tokens=1) for each in (0.0, mean))
+        return ServerGap(address=address, fixed=fixed, sampled=sampled)
+
+    probes = [gap("a", 1.0), gap("a", 3.0), gap("a", 2.0), gap("b", 0.5), gap("b", 0.1), gap("b", 0.4)]
+    assert worst_of(probes) == [probes[1], probes[3]]
+    long = replace(probes[2], long=ProbeGap(mean=0.0, max=0.0, num_tokens=9))
+    assert worst_of([long, probes[1]]) == [replace(probes[1], long=long.long)]
+
+
+@pytest.mark.parametrize(
+    ("longest_tokens", "max_model_len", "lengths"),
+    [(300, 512, [299]), (600, 512, [511]), (130, 512, []), (131, 512, [130]), (512, 60, [])],
+)
+def test_plan_probe_when_the_run_is_longer_than_the_fixed_sequences_then_one_is_as_long_as_its_longest(
+    longest_tokens: int, max_model_len: int, lengths: list[int]
+) -> None:
+    plan = probe_plan([[1]], max_model_len=max_model_len, longest_tokens=longest_tokens)
+    assert [len(sequence) for sequence in plan.long] == lengths
+    assert plan.scored(with_long=False) == plan.fixed
+    request = plan.fixed_request(with_long=True)
+    assert request.sequences.response_lengths.tolist()[3:] == [length - 1 for length in lengths]
+
+
+def test_gaps_of_when_only_the_long_sequence_differs_then_the_others_do_not_hide_it() -> None:
+    short, long = np.array([-1.0, -2.0], np.float32), np.array([-3.0, -4.0], np.float32)
+    reports = [
+        ProbeReport(fixed_logprobs=arrays, sampled=(response(-1.0),), probe_s=0.0)
+        for arrays in ((short, long), (short,))
+    ]
+    with_long, without = gaps_of(["a", "a"], reports, scores(-1, -2, -3, -5), scores(-1, -1), 1)
+    assert (with_long.fixed.mean, with_long.long.mean, with_long.mean) == (0.0, 0.5, 0.5)
+    assert (without.long.num_tokens, without.mean) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("every", "turns"), [(3, [True, False, False, True, False, True]), (0, [True, *[False] * 4, True])]
+)
+def test_long_turns_when_somebody_is_new_or_the_time_has_come_then_it_is_due(
+    every: int, turns: list[bool]
+) -> None:
+    long_turns, due = LongTurns(every), []
+    for epoch in (1, 1, 1, 1, 1, 2):
+        due.append(long_turns.is_due(epoch))
+        long_turns.passed(epoch)
+    assert due == turns
 
 
 def test_sampled_request_when_there_are_two_servers_then_it_holds_all_continuations_in_order() -> None:
@@ -193,8 +252,9 @@ def test_sampled_request_when_there_are_two_servers_then_it_holds_all_continuati
     assert request.temperature == 0.7
     assert request.sequences.prompt_token_ids.tolist() == [9, 7, 8] * 2
     assert request.sequences.response_lengths.tolist() == [1, 2] * 2
-    assert plan.fixed_request().temperature == 1.0
-    assert plan.fixed_request().sequences.response_lengths.tolist() == [1, 16, 38]
+    fixed = plan.fixed_request(with_long=True)
+    assert fixed.temperature == 1.0
+    assert fixed.sequences.response_lengths.tolist() == [1, 16, 38]
 
 
 def test_check_fresh_when_other_weights_sampled_then_it_is_refused() -> None:

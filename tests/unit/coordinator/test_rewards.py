@@ -39,6 +39,8 @@ class Poison:
             raise KeyError("no such \\u00fcmlaut")
         if text == "long":
             raise ValueError("x" * 1_000_000)
+        if text == "memory":
+            self.blocks = [bytearray(2**26) for _ in range(64)]
         if text == "exit":
             os._exit(3)
         if text == "sys.exit":
@@ -73,7 +75,7 @@ from asyppo_async.errors import TaskError
 @pytest.fixture(autouse=True)
 def poison_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "poison_task.py").write_text(POISON)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path
 
 
@@ -87,7 +89,13 @@ def pool(
     *, name: str = "custom:poison_task:Poison", num_children: int = 1, score_s: float = 2.0
 ) -> RewardPool:
     spec = TaskSpec(name=name, seed=7, system_prompt="be good", params={"depth": [1, {"a": None}]})
-    return RewardPool(spec=spec, num_children=num_children, score_deadline_s=score_s, start_deadline_s=60.0)
+    return RewardPool(
+        specs=(spec,),
+        num_children=num_children,
+        score_deadline_s=score_s,
+        start_deadline_s=60.0,
+        memory_bytes=2**29,
+    )
 
 
 async def test_score_when_the_task_answers_then_is_its_number() -> None:
@@ -110,6 +118,7 @@ async def test_score_when_the_task_never_ends_then_is_late_and_the_next_one_is_s
 @pytest.mark.parametrize(
     ("text", "error"),
     [
+        ("memory", "MemoryError: the task needs more than task.reward_memory_gib allows"),
         ("raise", "KeyError: 'no such \u00fcmlaut'"),
         ("nan", "finite number in [-1, 1], got nan"),
         ("inf", "finite number in [-1, 1], got inf"),
@@ -182,7 +191,7 @@ async def test_pool_when_a_child_cannot_start_in_time_then_error_names_the_task_
     start_deadline_s: float,
 ) -> None:
     spec = TaskSpec(name="arithmetic", seed=0, system_prompt="", params={})
-    hasty = RewardPool(spec=spec, num_children=2, score_deadline_s=1.0, start_deadline_s=start_deadline_s)
+    hasty = RewardPool(specs=(spec,), num_children=2, score_deadline_s=1.0, start_deadline_s=start_deadline_s)
     with pytest.raises(WorkerError, match=f"task arithmetic was not ready within {start_deadline_s} s"):
         async with hasty:
             raise AssertionError("a pool without a child was entered")
@@ -215,7 +224,7 @@ async def main():
     params = {"depth": [1, {"a": None}]}
     spec = TaskSpec(name="custom:poison_task:Poison", seed=7, system_prompt="be good", params=params)
     prompt = Prompt(id="p", task="t", text="", token_ids=(), answer="nine char")
-    async with RewardPool(spec=spec, num_children=1, score_deadline_s=300.0, start_deadline_s=60.0) as pool:
+    async with RewardPool(specs=(spec,), num_children=1, score_deadline_s=300.0, start_deadline_s=60.0) as pool:
         await pool.score(prompt, "pid")
 
 asyncio.run(main())

@@ -10,15 +10,16 @@ from asyppo_async.config.load import config_from_tree
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.tasks.protocol import TaskSpec
 from asyppo_async.trainer.coordinator.batch import batch_of
+from asyppo_async.trainer.coordinator.choice_protocol import num_correct, teaches_nothing
 from asyppo_async.trainer.coordinator.core import DecisionCore
-from asyppo_async.trainer.coordinator.prompt_choices import num_correct, teaches_nothing
+from asyppo_async.trainer.coordinator.generated import Generated
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.rewards import RewardPool
-from asyppo_async.trainer.coordinator.rollouts import Generated, Rollouts, RolloutSettings
+from asyppo_async.trainer.coordinator.rollouts import Rollouts, RolloutSettings
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
 from asyppo_async.trainer.coordinator.selection import SelectingSampler, open_selection
 from asyppo_async.trainer.coordinator.waits import Waits
-from asyppo_async.trainer.run import decision_settings
+from asyppo_async.trainer.run_core import decision_settings
 from asyppo_async.types import Prompt, Response, SamplingParams
 from tests.unit.coordinator.worked_batch import make_group
 
@@ -63,6 +64,18 @@ def test_daps_accepts_everything_at_first_and_then_by_value_and_history() -> Non
     )  # prompt p3, V = 0: p = (2 + 1.5) / 5 = .7, accepted .84
     share = accepted_of(sampler, 6000)["p3"] / 600
     assert 0.74 < share < 0.94
+
+
+def test_daps_counts_its_candidates_by_the_success_that_it_expects() -> None:
+    sampler = opened("selection.uniform_steps=0", "selection.ramp_steps=0", "selection.minimum_acceptance=1")
+    sampler.score({prompt: 1.0 if prompt == "p0" else -0.5 for prompt in IDS})
+    accepted = accepted_of(sampler, 200)
+    row = sampler.metrics()
+    # Without outcomes p = (V + 1) / 2 is 1 for the one prompt and .25 for the others.
+    assert row["selection/candidates_tenth_10"] == accepted["p0"] > 0
+    assert row["selection/candidates_tenth_3"] == 200 - accepted["p0"]
+    assert sum(row[f"selection/candidates_tenth_{tenth}"] for tenth in range(1, 11)) == 200
+    assert row["selection/candidates_per_accepted"] == 1
 
 
 def test_daps_decides_alike_after_a_seek() -> None:
@@ -183,7 +196,7 @@ async def test_dynamic_sampling_replaces_groups_that_teach_nothing_and_tells_of_
     )
     seen: list[str | None] = []
     spec = TaskSpec(name="arithmetic", seed=0, system_prompt="", params={})
-    async with RewardPool(spec=spec, num_children=1, score_deadline_s=20, start_deadline_s=60) as pool:
+    async with RewardPool(specs=(spec,), num_children=1, score_deadline_s=20, start_deadline_s=60) as pool:
         rollouts = Rollouts(
             core=core,
             prompts=prompts,
@@ -213,3 +226,28 @@ async def test_dynamic_sampling_replaces_groups_that_teach_nothing_and_tells_of_
     assert counts.filtered == seen.count("all_right") > 0
     assert core.token_counts().filtered == 2 * counts.filtered
     core.check()
+
+
+def test_age_of_a_start_value_is_counted_from_its_scoring_to_the_acceptance() -> None:
+    sampler = opened("selection.uniform_steps=100")  # every candidate is accepted
+    sampler.score(dict.fromkeys(IDS[:5], 0.0))
+    sampler.end_step(1)
+    sampler.end_step(1)
+    sampler.score({"p0": 0.5})
+    drawn = accepted_of(sampler, 200)
+    row = sampler.metrics()
+    old = sum(drawn[prompt] for prompt in IDS[1:5])
+    assert (row["selection/start_value_age_0"], row["selection/start_value_age_2"]) == (drawn["p0"], old)
+    assert row["selection/start_value_age_mean_steps"] == pytest.approx(2 * old / (old + drawn["p0"]))
+    assert row["selection/start_value_unknown_share"] == pytest.approx(1 - (old + drawn["p0"]) / 200)
+    assert not [name for name in sampler.metrics() if "start_value" in name], "since the last call"
+
+
+def test_daps_counts_partial_rewards_as_told() -> None:
+    for kind, expected in (("fraction", 0.75), ("binary", 0.0)):
+        sampler = opened(
+            f"selection.partial_rewards={kind}", "selection.uniform_steps=0", "selection.prior_trials=1e-9"
+        )
+        for prompt in range(len(IDS)):
+            sampler.record(make_group(prompt, [1], [0.5]))
+        assert sampler.next_candidate().success_estimate == pytest.approx(expected, abs=1e-6)

@@ -1,14 +1,15 @@
 """What overlaps in a step, and what is computed from what: proven by the trace of scripted groups."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from asyppo_async.config.load import config_from_tree
 from asyppo_async.trainer.coordinator.batch import Batch, build_batch
-from asyppo_async.trainer.coordinator.report import staleness_of, step_metrics, token_use
+from asyppo_async.trainer.coordinator.measures.tokens import staleness_of
+from asyppo_async.trainer.coordinator.report import step_metrics, token_use
 from asyppo_async.trainer.coordinator.step import StepResult, StepRunner
 from asyppo_async.trainer.coordinator.trace import Span, Trace
 from asyppo_async.trainer.worker.messages import (
@@ -40,6 +41,9 @@ def update() -> TrainResult:
         ratio_mean=1.0,
         ratio_max=1.2,
         kl_proximal=0.01,
+        kl_proximal_k1=0.02,
+        ratio_p1=0.9,
+        ratio_p99=1.1,
     )
     return TrainResult(steps=(step,), compute_s=PHASE_S)
 
@@ -176,3 +180,15 @@ async def test_metrics_of_a_step_are_finite_and_name_what_the_issue_of_a_run_is(
     assert row["mismatch/gap_mean_staleness_0"] == 0
     assert all(np.isfinite(value) for value in row.values()), row
     assert staleness_of(result).token_histogram == (10,)
+
+
+async def test_metrics_of_a_step_with_several_tasks_have_the_mean_reward_of_each() -> None:
+    ((result, trace),), _ = await run_steps("pre")
+    assert not [name for name in step_metrics(result, trace) if name.startswith("reward/mean_")]
+    first, second = result.batch.groups
+    moved = replace(first, prompt=replace(first.prompt, task="other"))
+    mixed = replace(result, batch=replace(result.batch, groups=(moved, second)))
+    row = step_metrics(mixed, trace)
+    for group in (moved, second):
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        assert row[f"reward/mean_{group.prompt.task}"] == sum(rewards) / len(rewards)

@@ -1,12 +1,12 @@
 """What the command line takes and refuses, without an engine."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import ConfigError
@@ -54,18 +54,37 @@ def test_serve_when_a_setting_is_wrong_then_one_line_and_exit_code_1(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.3.2.1"])
-def test_host_when_loopback_then_no_flag_is_needed(host: str) -> None:
-    assert ServeConfig(model=Path("m"), host=host).host == host
+def test_host_when_loopback_then_needs_nothing(host: str) -> None:
+    ServeConfig(model=Path("m"), host=host).check_exposure(has_token=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "node1"])
-def test_host_when_beyond_loopback_then_needs_the_flag(host: str) -> None:
-    with pytest.raises(ValidationError, match="--insecure"):
-        ServeConfig(model=Path("m"), host=host)
-    assert ServeConfig(model=Path("m"), host=host, insecure=True).host == host
+def test_host_when_beyond_loopback_then_needs_a_token_client_certificates_or_the_flag(host: str) -> None:
+    tls = {"tls_cert": Path("c"), "tls_key": Path("k")}
+    for open_to_all in (
+        ServeConfig(model=Path("m"), host=host),
+        ServeConfig(model=Path("m"), host=host, **tls),
+    ):
+        with pytest.raises(ConfigError, match="--insecure"):
+            open_to_all.check_exposure(has_token=False)
+        open_to_all.check_exposure(has_token=True)
+    ServeConfig(model=Path("m"), host=host, tls_client_ca=Path("a"), **tls).check_exposure(has_token=False)
+    ServeConfig(model=Path("m"), host=host, insecure=True).check_exposure(has_token=False)
 
 
 def test_environment_when_it_disables_our_plugin_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "some_other")
     with pytest.raises(ConfigError, match="VLLM_PLUGINS='some_other'"):
         prepare_environment(ServeConfig(model=Path("m")))
+
+
+@pytest.mark.report("P81")
+def test_environment_of_the_engine_when_prepared_then_it_spawns_and_its_threads_are_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.delenv(name)
+    prepare_environment(ServeConfig(model=Path("m"), num_threads=2))
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["VLLM_CPU_OMP_THREADS_BIND"]) == ("2", "nobind")

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import shutil
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import ConfigError, FleetError, FleetUnavailable, WeightSyncError
 from asyppo_async.fleet.engine.scripted import Script, ScriptedEngine
-from asyppo_async.fleet.serve import StopSignal, serve
+from asyppo_async.fleet.identity import identify
+from asyppo_async.fleet.serve import serve
+from asyppo_async.fleet.stop import StopSignal
 from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
 
 DEADLINE_S = 20.0
@@ -130,3 +134,18 @@ async def test_start_when_the_model_folder_is_wrong_then_refused(tmp_path: Path)
 async def _unused(_: ServeConfig) -> AsyncIterator[ScriptedEngine]:
     raise AssertionError("the engine must not be started")
     yield ScriptedEngine(Script())
+
+
+def test_start_when_the_weights_are_quantized_then_refused_with_the_reason(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantized"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match=r"are quantized \(awq\).*serve the checkpoint that it was made from"
+    ):
+        identify(ServeConfig(model=folder))
+    identify(ServeConfig(model=model_folder))

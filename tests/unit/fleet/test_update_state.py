@@ -10,7 +10,7 @@ OTHER = RunIdentity(run_id="other", incarnation=0)
 
 
 def session(identity: RunIdentity = RUN, epoch: int = 1, lease_s: float = 10.0) -> Session:
-    return Session(identity=identity, epoch=epoch, lease_s=lease_s)
+    return Session(identity=identity, epoch=epoch, lease_s=lease_s, world_size=2)
 
 
 def at(phase: Phase, version: int = 5) -> UpdateState:
@@ -73,7 +73,7 @@ def test_commit_when_refused_before_the_load_then_old_version_serves() -> None:
 
 def test_commit_when_the_load_breaks_then_weights_unknown() -> None:
     state = at(Phase.COMMITTING)
-    state.break_commit()
+    state.break_update()
     assert state.served is None
     assert state.phase is Phase.OPEN
 
@@ -145,7 +145,7 @@ def test_open_when_same_run_is_on_probation_then_weights_are_lost() -> None:
 
 
 def test_open_when_a_commit_runs_then_refused() -> None:
-    with pytest.raises(CallError, match="a commit is under way"):
+    with pytest.raises(CallError, match="a load is under way"):
         at(Phase.COMMITTING).open(session(epoch=2), 0.0)
 
 

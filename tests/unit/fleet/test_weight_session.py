@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyppo_async.errors import FleetMismatch, FleetUnavailable, WeightSyncError
+from asyppo_async.errors import FleetMismatch, FleetOverloaded, FleetUnavailable, WeightSyncError
 from asyppo_async.fleet.engine.scripted import Script
 from asyppo_async.rpc.calls import SessionPlace
 from asyppo_async.weights.manifest import Manifest, TensorSpec
@@ -19,6 +19,22 @@ async def state_of(server) -> tuple[str, str, int]:
     return info.state, info.run_id, info.served_version
 
 
+def nowhere(epoch: int) -> SessionPlace:
+    """A session whose sender does not listen."""
+    return SessionPlace(
+        run_id="run",
+        incarnation=0,
+        epoch=epoch,
+        rank=1,
+        world_size=2,
+        backend="gloo",
+        store_host="127.0.0.1",
+        store_port=1,
+        bucket_bytes=4096,
+        lease_s=5.0,
+    )
+
+
 async def test_publication_when_all_goes_well_then_the_run_is_served(serving, sender, draw) -> None:
     async with serving() as server, sender(server) as trainer:
         assert await state_of(server) == ("serving", "", 0)
@@ -28,18 +44,19 @@ async def test_publication_when_all_goes_well_then_the_run_is_served(serving, se
         probe = await trainer.probe(3)
         assert probe.fixed_logprobs[0].tolist() == [-2.0] * 4
         assert probe.sampled[0].versions.tolist() == [3] * 8
-        await server.client.verdict(1, 3, True, DEADLINE_S)
+        await server.client.weights.verdict(1, 3, True, DEADLINE_S)
         assert await state_of(server) == ("serving", "run", 3)
         (response,) = await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
         assert set(response.versions.tolist()) == {3}
-        await server.client.set_version(1, 4, DEADLINE_S)
+        await server.client.weights.set_version(1, 4, DEADLINE_S)
         (response,) = await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
         assert set(response.versions.tolist()) == {4}
         assert await state_of(server) == ("serving", "run", 4)
-        await server.client.close_session(1, DEADLINE_S)
+        await server.client.weights.close_session(1, DEADLINE_S)
         assert await state_of(server) == ("serving", "run", 4)
 
 
+@pytest.mark.report("P42")
 async def test_commit_when_samples_run_then_new_tokens_are_withheld_until_the_verdict(
     serving, sender, draw, until
 ) -> None:
@@ -63,7 +80,7 @@ async def test_commit_when_samples_run_then_new_tokens_are_withheld_until_the_ve
             await trainer.probe(2)
             await asyncio.sleep(0.2)
             assert num_seen == num_released
-            await server.client.verdict(1, 2, True, DEADLINE_S)
+            await server.client.weights.verdict(1, 2, True, DEADLINE_S)
         (response,) = collecting.result()
     boundary = int((response.versions == 1).sum())
     assert boundary == num_released
@@ -82,7 +99,7 @@ async def test_commit_when_the_same_version_is_sent_again_then_it_is_on_probatio
             await anext(stream)
             await trainer.commit(1, report)
             await asyncio.sleep(0.1)
-            await server.client.verdict(1, 1, False, DEADLINE_S)
+            await server.client.weights.verdict(1, 1, False, DEADLINE_S)
             with pytest.raises(FleetUnavailable):
                 async for chunk in stream:
                     assert (chunk.behaviour_logprobs > -3).all()  # of the first load
@@ -96,7 +113,7 @@ async def test_verdict_when_failed_then_withheld_tokens_are_discarded(serving, s
             await anext(stream)
             await trainer.commit(2, report)
             await asyncio.sleep(0.1)
-            await server.client.verdict(1, 2, False, DEADLINE_S)
+            await server.client.weights.verdict(1, 2, False, DEADLINE_S)
             versions = set()
             with pytest.raises(FleetUnavailable, match="version 2 failed its probe"):
                 async for chunk in stream:
@@ -125,7 +142,7 @@ async def test_commit_when_a_sample_has_not_begun_then_it_begins_under_the_new_w
             await until(lambda: len(server.engine.running_ids) == 2)
             before = [line for line in server.engine.seen if line.startswith("generate sample")]
             await trainer.commit(2, report)
-            await server.client.verdict(1, 2, True, DEADLINE_S)
+            await server.client.weights.verdict(1, 2, True, DEADLINE_S)
         again = [line for line in server.engine.seen if line.startswith("generate sample")][len(before) :]
     assert {line.split()[2] for line in before} == {"load-1"}
     assert [line.split()[2] for line in again] == ["load-2", "load-2"]
@@ -133,6 +150,7 @@ async def test_commit_when_a_sample_has_not_begun_then_it_begins_under_the_new_w
         assert set(response.versions.tolist()) == {2}
 
 
+@pytest.mark.report("P19")
 async def test_commit_when_a_sample_begins_before_the_load_then_it_has_the_salt_of_the_old_weights(
     serving, sender, draw, until
 ) -> None:
@@ -161,7 +179,7 @@ async def test_commit_when_bytes_are_wrong_then_old_version_serves(serving, send
         else:
             checksums = (*report.checksums[:-1], report.checksums[-1] ^ 1)
         with pytest.raises(WeightSyncError, match=r"lm_head|embed_tokens|up_proj"):
-            await server.client.commit(1, 2, checksums, "keep", DEADLINE_S)
+            await server.client.weights.commit(1, 2, checksums, "keep", DEADLINE_S)
         assert "load 2" not in server.engine.seen
         assert await state_of(server) == ("serving", "run", 1)
         await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
@@ -210,7 +228,7 @@ async def test_stage_when_the_sender_dies_then_old_version_serves_and_a_new_sess
 
 async def _stage_error(server, version: int) -> str:
     with pytest.raises(FleetUnavailable) as caught:
-        await server.client.stage(1, version, DEADLINE_S)
+        await server.client.weights.stage(1, version, DEADLINE_S)
     return str(caught.value)
 
 
@@ -218,7 +236,7 @@ async def test_stage_when_the_sender_is_silent_then_the_deadline_ends_it(serving
     async with serving() as server, sender(server):
         started_s = asyncio.get_running_loop().time()
         with pytest.raises(FleetUnavailable, match="receiving bucket"):
-            await server.client.stage(1, 1, 0.5)
+            await server.client.weights.stage(1, 1, 0.5)
         assert asyncio.get_running_loop().time() - started_s < 5
         assert await state_of(server) == ("serving", "", 0)
 
@@ -238,7 +256,7 @@ async def test_lease_when_the_trainer_is_silent_then_the_update_is_reset(
             if not committed:
                 await anext(stream)
         with pytest.raises(FleetMismatch, match="no weight session is open"):
-            await server.client.verdict(1, 1, True, DEADLINE_S)
+            await server.client.weights.verdict(1, 1, True, DEADLINE_S)
 
 
 async def test_lease_when_a_call_is_under_way_then_it_does_not_end(serving, sender) -> None:
@@ -247,10 +265,11 @@ async def test_lease_when_a_call_is_under_way_then_it_does_not_end(serving, send
         for _ in range(4):
             await asyncio.sleep(0.4)
             with pytest.raises(FleetMismatch):
-                await server.client.commit(1, 9, report.checksums, "keep", DEADLINE_S)
+                await server.client.weights.commit(1, 9, report.checksums, "keep", DEADLINE_S)
         await trainer.commit(1, report)
 
 
+@pytest.mark.report("P18")
 async def test_open_when_manifests_differ_then_refused_with_the_tensors(serving) -> None:
     async with serving() as server:
         wrong = Manifest(
@@ -259,28 +278,16 @@ async def test_open_when_manifests_differ_then_refused_with_the_tensors(serving)
                 TensorSpec(name="model.extra.weight", shape=(2, 2), dtype="float32"),
             )
         )
-        place = SessionPlace(
-            run_id="run",
-            incarnation=0,
-            epoch=1,
-            rank=1,
-            world_size=2,
-            backend="gloo",
-            store_host="127.0.0.1",
-            store_port=1,
-            bucket_bytes=4096,
-            lease_s=5.0,
-        )
         missing = server.manifest.tensors[0].name
         with pytest.raises(FleetMismatch, match=rf"missing: {missing}.*unexpected: model.extra.weight"):
-            await server.client.open_session(place, wrong, DEADLINE_S)
+            await server.client.weights.open_session(nowhere(epoch=1), wrong, DEADLINE_S)
 
 
 async def test_open_when_a_second_run_publishes_then_calls_of_the_first_end(serving, sender, draw) -> None:
     async with serving(SLOW) as server:
         async with sender(server, run_id="first") as trainer:
             await trainer.publish(7)
-            await server.client.close_session(1, DEADLINE_S)
+            await server.client.weights.close_session(1, DEADLINE_S)
         async with (
             sender(server, run_id="second") as trainer,
             server.client.generate(draw("first", max_tokens=400), DEADLINE_S) as stream,
@@ -305,6 +312,35 @@ async def test_probe_when_all_other_slots_are_taken_then_answered(serving, sende
             await trainer.commit(2, await trainer.stage(2))
             await trainer.probe(2)
             assert server.engine.max_running <= 4
+
+
+@pytest.mark.report("P46")
+async def test_open_when_a_dead_trainers_load_is_under_way_then_it_waits_for_its_end(
+    serving, sender, until
+) -> None:
+    async with serving(Script(load_s=1.0)) as server:
+        async with sender(server) as trainer:
+            report = await trainer.stage(1)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await trainer.commit(1, report)
+        assert server.engine.seen[-1] == "load 1", "the load goes on without its trainer"
+        async with sender(server, incarnation=1) as trainer:
+            assert "resume" in server.engine.seen
+            assert await state_of(server) == ("weights_unknown", "", -1)
+            await trainer.publish(0)
+        assert await state_of(server) == ("serving", "run", 0)
+
+
+async def test_open_when_the_load_does_not_end_then_refused_within_half_the_deadline(serving, sender) -> None:
+    async with serving(Script(load_s=1.5)) as server, sender(server) as trainer:
+        report = await trainer.stage(1)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(trainer.commit(1, report))
+            await asyncio.sleep(0.1)
+            with pytest.raises(FleetOverloaded, match="a load is under way; open the session again"):
+                async with asyncio.timeout(1.0):
+                    await server.client.weights.open_session(nowhere(epoch=2), server.manifest, 1.2)
 
 
 async def test_commit_when_the_caller_goes_away_then_it_still_ends(serving, sender, until) -> None:

@@ -140,10 +140,14 @@ async def test_collect_when_the_stream_ends_early_then_server_request_and_sample
         ([chunk(0, 2, finish_reason="stop"), chunk(0, 5)], "goes on after it was finished"),
         ([chunk(0, 5, versions=(3,)), chunk(0, 2, versions=(2,), finish_reason="stop")], "never fall"),
         ([chunk(0, 5, finish_reason="stop")], "sample 0 stopped at 5, which is no stop id"),
+        ([chunk(0, 5, 2, finish_reason="length")], "sample 0 was cut at 2, which is a stop id"),
+        ([fleet_pb2.GenerateChunk(prompt_checksum=1)], "the prompt of 2 tokens arrived as another one"),
         ([chunk(0, *range(3, 14), finish_reason="length")], "11 tokens, max_tokens 10"),
         ([fleet_pb2.GenerateChunk(samples=[fleet_pb2.SampleChunk(token_ids=b"123")])], "4 bytes each"),
     ],
 )
+@pytest.mark.report("P31")
+@pytest.mark.report("P32")
 async def test_collect_when_the_contract_is_broken_then_it_says_how(
     script: list[fleet_pb2.GenerateChunk], message: str
 ) -> None:
@@ -181,6 +185,15 @@ async def test_collect_when_the_deadline_passes_then_it_is_named() -> None:
         assert time.monotonic() - started_s < 3
 
 
+async def test_collect_until_when_the_deadline_passes_then_what_is_finished_is_given() -> None:
+    finished = chunk(0, 5, 6, 7, finish_reason="length")
+    async with served(Rollout(finished, chunk(1, 5, 6), "wait")) as client:
+        tokens: list[int] = []
+        first, second = await client.collect_until(call(), 0.5, tokens.append)
+        assert first is not None and first.token_ids.tolist() == [5, 6, 7] and second is None
+        assert tokens == [3, 5], "also of the one that is lost"
+
+
 async def test_generate_when_the_block_is_left_then_the_server_stops() -> None:
     rollout = Rollout(chunk(0, 5), "wait")
     async with served(rollout) as client:
@@ -202,6 +215,7 @@ async def test_generate_when_its_task_is_cancelled_then_the_server_stops() -> No
         await asyncio.wait_for(rollout.cancelled.wait(), 2.0)
 
 
+@pytest.mark.report("P70")
 async def test_collect_when_a_message_is_larger_than_4_mib_then_it_passes() -> None:
     long = list(range(10, 10 + 2 * 2**20))
     sampling = SamplingParams(
@@ -221,6 +235,7 @@ async def test_info_when_nobody_listens_then_the_address_is_in_the_error() -> No
             await client.info(2.0)
 
 
+@pytest.mark.report("P76")
 async def test_info_when_a_proxy_is_set_then_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -291,6 +306,7 @@ async def test_generate_when_the_server_freezes_then_it_is_noticed_within_interv
         assert time.monotonic() - started_s < 6
 
 
+@pytest.mark.report("P72")
 async def test_generate_when_the_stream_is_silent_for_many_pings_then_it_lives() -> None:
     async with (
         streaming_server(0.5, 4.0) as (_, port),

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyppo_async.rpc import codec
-from asyppo_async.rpc.codec import SampleTokens, ServerInfo
+from asyppo_async.rpc.codec import SampleTokens
+from asyppo_async.rpc.info import ServerInfo, decode_info, encode_info
 from asyppo_async.rpc.v1 import fleet_pb2
 from asyppo_async.types import SamplingParams
 from asyppo_async.weights.manifest import Manifest, TensorSpec
@@ -150,6 +151,12 @@ def info(**changes: object) -> ServerInfo:
         "served_version": -1,
         "num_running_samples": 3,
         "num_queued_samples": 4,
+        "sent_tokens": 5,
+        "sent_tokens_per_s": 1.5,
+        "session_epoch": 6,
+        "session_world_size": 3,
+        "uptime_s": 7.25,
+        "kv_cache_usage": 0.5,
     }
     return ServerInfo(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -159,19 +166,19 @@ def info(**changes: object) -> ServerInfo:
 )
 def test_info_when_sent_then_it_is_the_same(state: str) -> None:
     ours = info(state=state)
-    message = fleet_pb2.ServerInfo.FromString(codec.encode_info(ours).SerializeToString())
-    assert codec.decode_info(message) == ours
+    message = fleet_pb2.ServerInfo.FromString(encode_info(ours).SerializeToString())
+    assert decode_info(message) == ours
 
 
 def test_decode_info_when_state_or_type_are_unknown_then_it_is_refused() -> None:
-    message = codec.encode_info(info())
+    message = encode_info(info())
     message.dtype = "int4"
     with pytest.raises(ValueError, match="float32 or bfloat16, got 'int4'"):
-        codec.decode_info(message)
-    message = codec.encode_info(info())
+        decode_info(message)
+    message = encode_info(info())
     message.state = fleet_pb2.SERVER_STATE_UNSPECIFIED
     with pytest.raises(ValueError, match="unknown server state 0"):
-        codec.decode_info(message)
+        decode_info(message)
 
 
 def test_manifest_when_sent_then_it_is_the_same() -> None:
@@ -183,3 +190,33 @@ def test_manifest_when_sent_then_it_is_the_same() -> None:
     )
     message = fleet_pb2.Manifest.FromString(codec.encode_manifest(manifest).SerializeToString())
     assert codec.decode_manifest(message) == manifest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kept": fleet_pb2.KeptTokens(token_ids=bytes(8), counts=bytes(2))}, "2 bytes of counts"),
+        ({"kept": fleet_pb2.KeptTokens(token_ids=bytes(8), counts=b"\2\0\0\0")}, r"kept sets of \[2, 0\]"),
+        ({"kept": fleet_pb2.KeptTokens(token_ids=bytes(7), counts=bytes(4))}, "7 bytes of ids"),
+        ({"routed_experts": fleet_pb2.RoutedExperts(num_layers=1)}, "do not fit"),
+        (
+            {
+                "routed_experts": fleet_pb2.RoutedExperts(
+                    num_layers=1, experts_per_token=1, item_bytes=2, expert_ids=b"\xff\xff"
+                )
+            },
+            "no expert 65535",
+        ),
+        ({"error": fleet_pb2.SampleError(kind=77)}, "unknown kind of error 77"),  # type: ignore[arg-type]
+    ],
+)
+def test_decode_chunk_when_what_it_carries_is_no_array_then_refused(
+    changes: dict[str, object], message: str
+) -> None:
+    values: dict[str, object] = {
+        "token_ids": codec.pack_ids([3, 4]),
+        "logprobs": codec.pack_logprobs([-1.0, -2.0]),
+        "version_runs": [fleet_pb2.VersionRun(version=1, num_tokens=2)],
+    }
+    with pytest.raises(ValueError, match=message):
+        codec.decode_chunk(fleet_pb2.SampleChunk(**values, **changes))  # type: ignore[arg-type]

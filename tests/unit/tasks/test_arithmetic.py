@@ -18,6 +18,7 @@ from asyppo_async.types import Prompt
 class CharacterTokenizer:
     chat_template: str | None = None
     unk_token_id: int | None = 0
+    bos_token_id: int | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens

@@ -12,6 +12,7 @@ from asyppo_async.tasks.registry import create_task
 class CodePointTokenizer:
     chat_template = None
     unk_token_id = None
+    bos_token_id: int | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [ord(character) for character in text]

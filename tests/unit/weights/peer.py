@@ -4,18 +4,20 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from asyppo_async.errors import WeightSyncError
 from asyppo_async.weights.buckets import plan_buckets
 from asyppo_async.weights.manifest import Manifest, TensorSpec
+from asyppo_async.weights.store import open_store
 from asyppo_async.weights.transfer import (
     WeightGroup,
     checksums_of,
-    open_store,
     receive_into,
     send_tensors,
     tensors_in,
@@ -60,6 +62,13 @@ def say(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 
+def once_received(buffer: torch.Tensor, num_bytes: int, then: Callable[[], None]) -> None:
+    """Call `then` as soon as something has come into the kibibyte of a buffer of zeros that ends at `num_bytes`."""
+    while not buffer[num_bytes - 1024 : num_bytes].any():
+        time.sleep(0.0005)
+    then()
+
+
 def receive(arguments: dict, manifest: Manifest) -> None:
     group = WeightGroup.join(
         backend="gloo",
@@ -74,7 +83,10 @@ def receive(arguments: dict, manifest: Manifest) -> None:
     if arguments.get("stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
     for seed in arguments["seeds"]:
-        buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8)
+        buffer = torch.zeros(manifest.num_bytes, dtype=torch.uint8)
+        if "die_after_bytes" in arguments:
+            die = partial(os.kill, os.getpid(), signal.SIGKILL)
+            threading.Thread(target=once_received, args=(buffer, arguments["die_after_bytes"], die)).start()
         report = receive_into(group, manifest, buckets, buffer, arguments["deadline_s"])
         say(
             same=same(manifest, buffer, seed),

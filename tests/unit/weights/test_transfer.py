@@ -1,7 +1,10 @@
 import asyncio
 import json
+import os
+import signal
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,10 +16,12 @@ import pytest
 import torch
 
 from asyppo_async.errors import WeightSyncError
-from asyppo_async.weights.buckets import plan_buckets
-from asyppo_async.weights.manifest import Manifest
-from asyppo_async.weights.transfer import WeightGroup, open_store, receive_into, send_tensors
-from tests.unit.weights.peer import manifest_of, tensors_of
+from asyppo_async.weights.buckets import ALONE_BYTES, plan_buckets
+from asyppo_async.weights.group import Broadcast
+from asyppo_async.weights.manifest import Manifest, TensorSpec
+from asyppo_async.weights.store import open_store
+from asyppo_async.weights.transfer import WeightGroup, receive_into, send_tensors
+from tests.unit.weights.peer import manifest_of, once_received, tensors_of
 
 PEER = Path(__file__).with_name("peer.py")
 MIB = 2**20
@@ -134,6 +139,60 @@ async def test_send_when_a_receiver_is_killed_then_it_fails_at_once_and_says_whi
         assert "receiving bucket" in (await peers[0].event())["error"]
 
 
+async def test_send_when_a_receiver_dies_within_a_bucket_then_it_fails_at_once() -> None:
+    """What is left of the bucket waits for the socket then, where gloo forgets it."""
+    async with session(
+        1, num_elements=16 * MIB, num_tensors=1, bucket_bytes=256 * MIB, die_after_bytes=MIB
+    ) as (group, manifest, _):
+        started_s = time.monotonic()
+        with pytest.raises(WeightSyncError, match="sending bucket 1 of"):
+            await asyncio.to_thread(
+                send_tensors,
+                group,
+                manifest,
+                plan_buckets(manifest, 256 * MIB),
+                tensors_of(manifest, 0),
+                30.0,
+            )
+        group.close()
+        assert time.monotonic() - started_s < 10
+
+
+async def receiver_of(sender: Peer) -> WeightGroup:
+    """This process as the only receiver of a peer that sends, in epoch 3."""
+    return await asyncio.to_thread(
+        WeightGroup.join,
+        backend="gloo",
+        store=("127.0.0.1", (await sender.event())["port"]),
+        rank=1,
+        world_size=2,
+        epoch=3,
+        deadline_s=20.0,
+    )
+
+
+async def test_receive_when_the_sender_dies_within_a_bucket_then_it_fails_at_once() -> None:
+    sizes = {"num_elements": 16 * MIB, "num_tensors": 1}
+    manifest = manifest_of(**sizes)
+    arguments = {**sizes, "bucket_bytes": 256 * MIB, "world_size": 2, "epoch": 3, "deadline_s": 30.0}
+    async with peer(role="send", **arguments) as sender:
+        group = await receiver_of(sender)
+        buffer = torch.zeros(manifest.num_bytes, dtype=torch.uint8)
+        killed_s: list[float] = []
+
+        def kill() -> None:
+            os.kill(sender.process.pid, signal.SIGKILL)
+            killed_s.append(time.monotonic())
+
+        threading.Thread(target=once_received, args=(buffer, MIB, kill)).start()
+        with pytest.raises(WeightSyncError, match="receiving bucket 1 of"):
+            await asyncio.to_thread(
+                receive_into, group, manifest, plan_buckets(manifest, 256 * MIB), buffer, 30.0
+            )
+        group.close()
+        assert time.monotonic() - killed_s[0] < 5
+
+
 async def test_send_when_a_receiver_is_stopped_then_it_fails_at_the_deadline() -> None:
     async with session(1, num_elements=2 * MIB, num_tensors=8, bucket_bytes=8 * MIB, stop=True) as (
         group,
@@ -152,16 +211,7 @@ async def test_receive_when_the_sender_is_killed_then_it_fails_at_once() -> None
     arguments = {"num_elements": 1000, "num_tensors": 50, "bucket_bytes": 4096, "world_size": 2, "epoch": 3}
     manifest = manifest_of(1000, 50)
     async with peer(role="send", deadline_s=20.0, pause_s=0.1, **arguments) as sender:
-        port = (await sender.event())["port"]
-        group = await asyncio.to_thread(
-            WeightGroup.join,
-            backend="gloo",
-            store=("127.0.0.1", port),
-            rank=1,
-            world_size=2,
-            epoch=3,
-            deadline_s=20.0,
-        )
+        group = await receiver_of(sender)
         buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8)
         started_s = time.monotonic()
         asyncio.get_running_loop().call_later(1.0, sender.process.kill)
@@ -187,7 +237,7 @@ async def join_alone(epoch: int, deadline_s: float) -> None:
 
 async def test_join_when_a_rank_is_missing_then_it_fails_at_the_deadline() -> None:
     started_s = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the weight session of epoch 5"):
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the weight session epoch 5"):
         await join_alone(5, 1.0)
     assert time.monotonic() - started_s < 4
 
@@ -210,6 +260,7 @@ async def test_join_when_the_store_is_gone_then_it_fails_by_the_deadline() -> No
     assert time.monotonic() - started_s < 10
 
 
+@pytest.mark.report("P08")
 def test_open_store_when_given_one_address_then_no_other_address_reaches_it() -> None:
     store, port = open_store("127.0.0.1", 2, 5.0)
     with pytest.raises(ConnectionRefusedError):
@@ -245,6 +296,7 @@ def test_send_when_tensors_are_not_those_of_the_manifest_then_it_names_the_first
     alone.close()
 
 
+@pytest.mark.report("P11")
 def test_send_when_there_are_many_tensors_then_only_two_are_alive_beside_two_buckets() -> None:
     manifest = manifest_of(100, 300)
     buckets = plan_buckets(manifest, 4096)
@@ -269,6 +321,39 @@ def test_send_when_there_are_many_tensors_then_only_two_are_alive_beside_two_buc
     assert most <= 2
 
 
+class Watching(WeightGroup):
+    """Notes from which memory it sends."""
+
+    sources: list[int]
+
+    def begin_broadcast(self, data: torch.Tensor, what: str, deadline_s: float) -> Broadcast:
+        self.sources = [*getattr(self, "sources", []), data.data_ptr()]
+        return super().begin_broadcast(data, what, deadline_s)
+
+
+@pytest.mark.report("P11")
+def test_send_when_a_tensor_is_large_then_it_leaves_from_where_it_is() -> None:
+    large = ALONE_BYTES // 4
+    sizes = {"a": 100, "b": large, "c": large, "d": large + 1, "e": 3 * large, "f": 100}
+    manifest = Manifest(
+        tensors=tuple(TensorSpec(name=name, shape=(size,), dtype="float32") for name, size in sizes.items())
+    )
+    buckets = plan_buckets(manifest, 2 * ALONE_BYTES)
+    store, _ = open_store("127.0.0.1", 1, 10.0)
+    alone = Watching.join(
+        backend="gloo", store=store, rank=0, world_size=1, epoch=1, deadline_s=10.0, host="127.0.0.1"
+    )
+    tensors = {name: torch.ones(size) for name, size in sizes.items()}
+    send_tensors(alone, manifest, buckets, tensors.items(), 20.0)
+    alone.close()
+    starts = [tensors[name].data_ptr() for name in "bce"]
+    second_piece = tensors["e"].data_ptr() + 2 * ALONE_BYTES
+    assert [source for source in alone.sources if source in starts] == starts
+    assert second_piece in alone.sources
+    # The others from a buffer: a and f are small, and d ends within its padding.
+    assert len(alone.sources) == len(buckets) == 7
+
+
 def test_receive_into_when_the_buffer_has_the_wrong_size_then_it_is_refused() -> None:
     manifest = manifest_of(10, 2)
     never: Any = None
@@ -280,16 +365,7 @@ async def test_close_when_another_thread_is_receiving_then_it_does_not_wait_for_
     arguments = {"num_elements": 10, "num_tensors": 2, "bucket_bytes": 4096, "world_size": 2, "epoch": 3}
     manifest = manifest_of(10, 2)
     async with peer(role="send", deadline_s=20.0, pause_s=60.0, **arguments) as sender:
-        port = (await sender.event())["port"]
-        group = await asyncio.to_thread(
-            WeightGroup.join,
-            backend="gloo",
-            store=("127.0.0.1", port),
-            rank=1,
-            world_size=2,
-            epoch=3,
-            deadline_s=20.0,
-        )
+        group = await receiver_of(sender)
         buffer = torch.empty(manifest.num_bytes, dtype=torch.uint8)
         buckets = plan_buckets(manifest, 4096)
         took_s: list[float] = []

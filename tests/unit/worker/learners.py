@@ -8,47 +8,91 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from asyppo_async.trainer.worker.actor import Actor
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
 from asyppo_async.trainer.worker.control import ComputeDtype
 from asyppo_async.trainer.worker.critic import CriticLearner
+from asyppo_async.trainer.worker.critic_model import Critic, load_critic
+from asyppo_async.trainer.worker.documents import let_pack
+from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain, MiniBatches
-from asyppo_async.trainer.worker.model import load_critic, load_policy, silence_transformers
+from asyppo_async.trainer.worker.model import Policy, load_policy, recompute_layers, silence_transformers
+from asyppo_async.trainer.worker.packing import Cutting
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
 from asyppo_async.types import TokenSequences, concatenate_sequences
 
 VOCABULARY = 23
+TINY_SIZES: dict[str, int | bool] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
 T = TypeVar("T")
 
 
 def tiny_config(**changes: int | bool) -> Qwen3Config:
-    settings: dict[str, int | bool] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
-    return Qwen3Config(**(settings | changes))
+    return Qwen3Config(**({**TINY_SIZES, "tie_word_embeddings": True} | changes))
 
 
 def write_model(folder: Path, **changes: int | bool) -> Path:
     """A Qwen3 of random weights, large enough that every token has its own distribution."""
-    silence_transformers()
     torch.manual_seed(5)
-    model = Qwen3ForCausalLM(tiny_config(**changes))
+    return save_scattered(folder, Qwen3ForCausalLM(tiny_config(**changes)))
+
+
+def write_mixture(folder: Path) -> Path:
+    """The same as a mixture of eight experts, of which each token uses two."""
+    torch.manual_seed(5)
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+    }
+    return save_scattered(folder, Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY_SIZES, **experts)))
+
+
+def save_scattered(folder: Path, model: PreTrainedModel) -> Path:
+    """With noise on every weight, norms and biases included."""
+    silence_transformers()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
+
+
+def write_small_norms(folder: Path) -> Path:
+    """As `write_model`, with one small element in each norm: at 1, bfloat16 needs thousands of steps to change."""
+    torch.manual_seed(5)
+    model = Qwen3ForCausalLM(tiny_config())
+    save_scattered(folder, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter[1] = 0.005
+    model.save_pretrained(folder)
+    return folder
+
+
+def lost_alone(served: Tensor, rate: float) -> Tensor:
+    """Which elements of bfloat16 weights one optimizer step at this rate leaves as they are, whatever its sign."""
+    step = 1.5 * rate  # Adam's are no larger than the rate, but for the decay of weights
+    return torch.stack([(served.float() + sign * step).bfloat16() == served for sign in (-1, 1)]).all(0)
 
 
 def random_sequences(seed: int, num_sequences: int) -> TokenSequences:
@@ -67,13 +111,13 @@ def random_sequences(seed: int, num_sequences: int) -> TokenSequences:
 class RecordingBackend(PlainBackend):
     """Keeps the summed gradient of every step, by parameter name."""
 
-    def __init__(self, module: nn.Module, world: World) -> None:
+    def __init__(self, model: Policy | Critic, world: World, rate: float = 1e-3) -> None:
         super().__init__(
-            module,
+            model.module,
+            model.root,
             world=world,
-            learning_rate=1e-3,
+            learning_rate=LearningRate(peak=rate, warmup_steps=0),
             weight_decay=0.0,
-            warmup_steps=0,
             max_grad_norm=1.0,
         )
         self.gradients: list[dict[str, Tensor]] = []
@@ -102,12 +146,20 @@ def open_actor(
     micro_batch_tokens: int = 4096,
     budget: int = 0,
     world: World | None = None,
+    recompute: bool = False,
+    packed: bool = False,
+    rate: float = 1e-3,
 ) -> Learner[Actor]:
     world = world or World.alone()
     policy = load_policy(folder, dtype)
-    backend = RecordingBackend(policy.module, world)
-    stepper = Stepper(backend, world, micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
-    actor = Actor(policy, stepper, micro_batch_tokens=micro_batch_tokens)
+    if recompute:
+        recompute_layers(policy.root)
+    if packed:
+        let_pack(policy.root)
+    backend = RecordingBackend(policy, world, rate)
+    cutting = Cutting(budget_tokens=micro_batch_tokens, packed=packed)
+    stepper = Stepper(backend, world, cutting=cutting, non_finite_budget=budget)
+    actor = Actor(policy, stepper)
     return Learner(learner=actor, backend=backend, module=policy.module)
 
 
@@ -118,12 +170,19 @@ def open_critic(
     micro_batch_tokens: int = 4096,
     budget: int = 0,
     world: World | None = None,
+    recompute: bool = False,
+    packed: bool = False,
 ) -> Learner[CriticLearner]:
     world = world or World.alone()
     critic = load_critic(folder, dtype, seed=1)
-    backend = RecordingBackend(critic.module, world)
-    stepper = Stepper(backend, world, micro_batch_tokens=micro_batch_tokens, non_finite_budget=budget)
-    learner = CriticLearner(critic, stepper, micro_batch_tokens=micro_batch_tokens)
+    if recompute:
+        recompute_layers(critic.root)
+    if packed:
+        let_pack(critic.root)
+    backend = RecordingBackend(critic, world)
+    cutting = Cutting(budget_tokens=micro_batch_tokens, packed=packed)
+    stepper = Stepper(backend, world, cutting=cutting, non_finite_budget=budget)
+    learner = CriticLearner(critic, stepper)
     return Learner(learner=learner, backend=backend, module=critic.module)
 
 

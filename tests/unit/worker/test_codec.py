@@ -16,6 +16,7 @@ from asyppo_async.trainer.worker.messages import (
     CriticTrain,
     MiniBatches,
     OptimizerStep,
+    PartNorms,
     TrainResult,
 )
 from asyppo_async.types import concatenate_sequences
@@ -35,6 +36,7 @@ STEP = OptimizerStep(
     ratio_mean=1.0,
     ratio_max=math.inf,
     kl_proximal=0.0,
+    parts=PartNorms(head_gradient=0.5, backbone_gradient=1.5, head_weights=0.25, backbone_weights=9.0),
 )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain
 from asyppo_async.trainer.worker.packing import ranges
+from asyppo_async.trainer.worker.sharding import cut_actor_train
 from asyppo_async.types import TokenSequences, concatenate_sequences
 from tests.unit.worker.learners import (
     actor_request,
@@ -127,6 +128,7 @@ def permuted(request: ActorTrain, order: Sequence[int]) -> ActorTrain:
     )
 
 
+@pytest.mark.report("P57")
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 47])
 def test_actor_gradients_of_all_steps_do_not_depend_on_the_micro_batches(
     tiny_folder: Path, sequences: TokenSequences, micro_batch_tokens: int
@@ -176,3 +178,31 @@ def test_actor_gradient_is_the_same_with_responses_that_have_no_weight_and_hold_
     noise = {"advantages": noisy, "proximal_logprobs": proximal}
     (with_masked,) = actor_gradients(tiny_folder, actor_request(sequences, [6], **masked, **noise))
     assert largest_difference(with_masked, without) < 1e-12
+
+
+@pytest.mark.report("P56")
+def test_three_ranks_of_which_one_is_empty_come_to_what_one_process_does_with_packed_rows(
+    tiny_folder: Path,
+) -> None:
+    sequences = random_sequences(22, 2)
+    request = actor_request(sequences, [2])
+    silent = np.arange(sequences.num_response_tokens) % 3 == 1
+    cleared = {
+        name: np.where(silent, 0, getattr(request, name)).astype(np.float32)
+        for name in ("policy_weights", "entropy_weights")
+    }
+    garbage = {
+        name: np.where(silent, np.nan, getattr(request, name)).astype(np.float32)
+        for name in ("advantages", "proximal_logprobs")
+    }
+    request = actor_request(sequences, [2], **cleared, **garbage)
+    whole = open_actor(tiny_folder, packed=True)
+    whole.learner.train(request)
+    parts = []
+    for shard in cut_actor_train(request, 3):
+        rank = open_actor(tiny_folder, micro_batch_tokens=7)
+        rank.learner.train(shard)
+        parts += rank.backend.gradients
+    assert len(parts) == 2, "the third rank has nothing"
+    summed = {name: sum((part[name] for part in parts[1:]), parts[0][name]) for name in parts[0]}
+    assert largest_difference(summed, whole.backend.gradients[0]) < 1e-12

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.worker.control import ComputeDtype
+from asyppo_async.trainer.worker.critic_model import load_critic, new_value_head
 from asyppo_async.trainer.worker.messages import ActorForward, CriticForward
-from asyppo_async.trainer.worker.model import copy_companions, load_critic, load_policy, new_value_head
+from asyppo_async.trainer.worker.model import copy_companions, load_policy
 from asyppo_async.types import TokenSequences, concatenate_sequences
 from tests.unit.worker.learners import open_actor, open_critic, random_sequences, tiny_config
 
@@ -75,9 +77,30 @@ def test_value_head_is_float32_with_std_one_over_hidden_plus_one_and_alike_for_a
     assert head.bias is None
     # 2048 draws: the sample std of a normal lies within 5 standard errors, 5 / sqrt(2 * 2048) = 8 %.
     assert float(head.weight.std()) == pytest.approx(1 / 2049, rel=0.08)
-    assert float(head.weight.square().sum()) == pytest.approx(4.878e-4, rel=0.16)
     assert torch.equal(head.weight, new_value_head(2048, "float32", seed=3).weight)
     assert not torch.equal(head.weight, new_value_head(2048, "float32", seed=4).weight)
+
+
+@pytest.mark.parametrize(("std", "key"), [(0.0, "head_1/(H+1)_H2048"), (0.01, "head_0.01_H2048")])
+def test_value_head_when_hidden_states_have_unit_rms_then_golden_first_predictions_and_gradients(
+    std: float, key: str, golden: dict[str, Any]
+) -> None:
+    expected = golden[key]
+    head = new_value_head(2048, "float64", seed=3, std=std)
+    hidden = torch.randn(4000, 2048, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hidden = (hidden / hidden.square().mean(1, keepdim=True).sqrt()).requires_grad_()
+    assert float(hidden[0].square().sum().detach()) == pytest.approx(expected["E||h||^2 (unit RMS)"])
+    assert float(head.weight.square().sum().detach()) == pytest.approx(expected["E||w||^2"], rel=0.16)
+    values = head(hidden).squeeze(-1)
+    # Half the spread of E||w||^2, and that of 4,000 predictions.
+    assert float(values.std().detach()) == pytest.approx(expected["pred_std"], rel=0.12)
+    rewards = torch.ones(4000, dtype=torch.float64)
+    rewards[::2] = -1
+    loss = 0.5 * (values.detach() - rewards).square().mean()
+    assert float(loss) == pytest.approx(expected["init_loss_half_mse_R=+-1"], rel=0.05)
+    to_head, to_hidden = torch.autograd.grad(values[0], [head.weight, hidden])
+    ratio = float(to_head.square().sum() / to_hidden[0].square().sum())
+    assert ratio == pytest.approx(expected["ratio ||grad_w||^2/||grad_h||^2"], rel=0.2)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.float32), ("float64", torch.float64)])

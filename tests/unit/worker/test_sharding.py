@@ -5,9 +5,15 @@ import pytest
 
 from asyppo_async.trainer.worker.messages import MiniBatches
 from asyppo_async.trainer.worker.packing import lay_out
-from asyppo_async.trainer.worker.sharding import balance, cut_batch, cut_mini_batches, merge
+from asyppo_async.trainer.worker.sharding import (
+    balance,
+    cut_actor_train,
+    cut_batch,
+    cut_mini_batches,
+    merge,
+)
 from asyppo_async.types import TokenSequences
-from tests.unit.worker.learners import random_sequences
+from tests.unit.worker.learners import actor_request, random_sequences
 
 BATCH = random_sequences(31, 40)
 
@@ -61,6 +67,17 @@ def test_every_mini_batch_is_dealt_evenly_and_completely(num_ranks: int) -> None
         assert max(costs) - min(costs) <= longest
     for _, part in parts:
         np.testing.assert_array_equal(part.denominators, mini_batches.denominators)
+
+
+def test_what_is_said_of_each_token_goes_with_it_to_its_rank() -> None:
+    marked = np.random.default_rng(4).random(BATCH.num_response_tokens) < 0.5
+    request = actor_request(BATCH, [40], masked=marked, counted=~marked)
+    sent = []
+    for shard in cut_actor_train(request, 3):
+        assert shard.masked is not None and shard.counted is not None
+        assert not (shard.masked & shard.counted).any()
+        sent += list(zip(shard.advantages.tolist(), shard.masked.tolist(), strict=True))
+    assert sorted(sent) == sorted(zip(request.advantages.tolist(), marked.tolist(), strict=True))
 
 
 def test_more_ranks_than_sequences_leave_some_with_nothing() -> None:

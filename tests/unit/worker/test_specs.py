@@ -6,7 +6,7 @@ import pytest
 
 from asyppo_async.config.sections import ActorSection, CriticSection
 from asyppo_async.errors import ConfigError
-from asyppo_async.trainer.worker.group import GroupSpec, GroupTimes, specs_of
+from asyppo_async.trainer.worker.specs import GroupSpec, GroupTimes, specs_of
 
 TIMES = GroupTimes(join_timeout_s=1, request_timeout_s=1, silent_after_s=1)
 
@@ -18,6 +18,18 @@ def specs(critic: CriticSection) -> tuple[GroupSpec, ...]:
 def test_groups_when_there_are_no_critics_are_the_actor_alone() -> None:
     (actor,) = specs(CriticSection(count=0))
     assert actor.settings.role == "actor" and actor.critic is None
+
+
+def test_actor_alone_gets_the_reference_and_replays() -> None:
+    def of(actor: ActorSection) -> list[tuple[str, bool]]:
+        critic = CriticSection(count=1, model=Path("c"))
+        found = specs_of(actor, critic, seed=0, bucket_bytes=1024, times=TIMES)
+        return [(Path(spec.settings.reference).name, spec.settings.routing_replay) for spec in found]
+
+    assert of(ActorSection(model=Path("a"))) == [("", False), ("", False)]
+    held = ActorSection(model=Path("a"), reference="initial", routing_replay=True)
+    assert of(held) == [("a", True), ("", False)]
+    assert of(ActorSection(model=Path("a"), reference=Path("b"))) == [("b", False), ("", False)]
 
 
 def test_groups_of_critics_need_a_model() -> None:

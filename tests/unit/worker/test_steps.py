@@ -10,6 +10,7 @@ from torch import nn
 
 from asyppo_async.errors import TrainingDiverged
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
+from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.messages import ActorForward
 from asyppo_async.trainer.worker.world import World
 from asyppo_async.types import TokenSequences, concatenate_sequences
@@ -110,9 +111,60 @@ def test_measured_figures_are_those_of_the_tokens_with_weight(
     assert step.ratio_mean == pytest.approx(ratio.mean(), rel=1e-5)
     assert step.ratio_max == pytest.approx(ratio.max(), rel=1e-5)
     assert step.kl_proximal == pytest.approx((ratio - 1 - log_ratio).mean(), rel=1e-4)
+    assert step.kl_proximal_k1 == pytest.approx(-log_ratio.mean(), rel=1e-4)
     assert step.clip_fraction_low == pytest.approx(((advantages < 0) & (ratio < 0.8)).mean())
     assert step.clip_fraction_high == pytest.approx(((advantages > 0) & (ratio > 1.28)).mean())
     assert step.clip_fraction_low > 0 and step.clip_fraction_high > 0
+    for measured, at in ((step.ratio_p1, 0.01), (step.ratio_p99, 0.99)):
+        assert math.log(measured) == pytest.approx(math.log(np.quantile(ratio, at)), rel=0.02)
+    assert math.isnan(step.masked_clip_fraction)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [4096, 14])
+def test_clip_of_masked_tokens_is_that_of_the_ratios_that_they_have(
+    tiny_folder: Path, sequences: TokenSequences, micro_batch_tokens: int
+) -> None:
+    plain = actor_request(sequences, [9])
+    masked = np.random.default_rng(2).random(len(plain.advantages)) < 0.4
+    weights = np.where(masked, np.float32(0), plain.policy_weights)
+    # A masked token that the actor does not read for its entropy has no ratio.
+    read = masked & (plain.entropy_weights != 0)
+    changes = {"policy_weights": weights, "masked": masked, "proximal_logprobs": plain.proximal_logprobs}
+    request = actor_request(sequences, [9], **changes)
+    actor = open_actor(tiny_folder, micro_batch_tokens=micro_batch_tokens)
+    current = actor.learner.forward(ActorForward(sequences=sequences, temperature=request.temperature))
+    (step,) = actor.learner.train(request).steps
+    ratio = np.exp((current.logprobs - request.proximal_logprobs).astype(np.float64))
+    clipped = ((request.advantages < 0) & (ratio < 0.8)) | ((request.advantages > 0) & (ratio > 1.28))
+    assert 0 < (clipped & read).sum() < read.sum() < masked.sum()
+    assert step.masked_clip_fraction == pytest.approx((clipped & read).sum() / read.sum())
+    # Measuring changes no gradient.
+    unmeasured = open_actor(tiny_folder, micro_batch_tokens=micro_batch_tokens)
+    unmeasured.learner.train(actor_request(sequences, [9], policy_weights=weights))
+    (one,), (other,) = actor.backend.gradients, unmeasured.backend.gradients
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_norms_of_head_and_backbone_are_those_of_their_own_tensors(
+    tiny_folder: Path, sequences: TokenSequences
+) -> None:
+    critic = open_critic(tiny_folder)
+    (step,) = critic.learner.train(critic_request(sequences, [9])).steps
+    (gradients,) = critic.backend.gradients
+
+    def norm(tensors: dict[str, torch.Tensor], *, head: bool) -> float:
+        squares = [float(t.double().square().sum()) for n, t in tensors.items() if ("head" in n) == head]
+        return math.sqrt(sum(squares))
+
+    assert step.parts is not None
+    assert step.parts.head_gradient == pytest.approx(norm(gradients, head=True), rel=1e-6)
+    assert step.parts.backbone_gradient == pytest.approx(norm(gradients, head=False), rel=1e-6)
+    weights = weights_of(critic.module)
+    assert step.parts.head_weights == pytest.approx(norm(weights, head=True), rel=1e-6)
+    assert step.parts.backbone_weights == pytest.approx(norm(weights, head=False), rel=1e-6)
+    assert 0 < step.parts.head_weights < step.parts.backbone_weights
+    (of_actor,) = open_actor(tiny_folder).learner.train(actor_request(sequences, [9])).steps
+    assert of_actor.parts is None
 
 
 @pytest.mark.parametrize(
@@ -144,10 +196,10 @@ def test_value_loss_by_hand(tiny_folder: Path, value_clip: float | None, expecte
 def plain(module: nn.Module, *, warmup_steps: int = 0, weight_decay: float = 0.0) -> PlainBackend:
     return PlainBackend(
         module,
+        module,
         world=World.alone(),
-        learning_rate=0.1,
+        learning_rate=LearningRate(peak=0.1, warmup_steps=warmup_steps),
         weight_decay=weight_decay,
-        warmup_steps=warmup_steps,
         max_grad_norm=1.0,
     )
 
@@ -185,8 +237,9 @@ def test_bfloat16_weights_move_through_their_float32_masters() -> None:
     module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         module.weight.fill_(1.0)
+    rate = LearningRate(peak=1e-3, warmup_steps=0)
     backend = PlainBackend(
-        module, world=World.alone(), learning_rate=1e-3, weight_decay=0.0, warmup_steps=0, max_grad_norm=1.0
+        module, module, world=World.alone(), learning_rate=rate, weight_decay=0.0, max_grad_norm=1.0
     )
     seen = []
     for _ in range(5):
@@ -204,3 +257,28 @@ def test_bfloat16_gradients_of_many_micro_batches_are_summed_in_float32() -> Non
     for _ in range(256):
         backend.backward(module.weight.sum().float() / 256)
     assert backend.step().grad_norm == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.report("P58")
+def test_bfloat16_weight_at_a_rate_of_1e_6_moves_its_master_at_once_and_itself_in_time() -> None:
+    module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    start = 2.0**-10
+    with torch.no_grad():
+        module.weight.fill_(start)
+    backend = PlainBackend(
+        module,
+        module,
+        world=World.alone(),
+        learning_rate=LearningRate(peak=1e-6, warmup_steps=0),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+    )
+    served, masters = [], []
+    for _ in range(6):
+        backend.backward(-module.weight.sum().float())
+        backend.step()
+        served.append(float(module.weight.detach()))
+        masters.append(float(backend._masters[0].detach()))
+    assert masters[0] == pytest.approx(start + 1e-6, rel=1e-6)
+    # Weights of this size are 2^-17 = 7.6e-6 apart: less than half of it is lost on the weight, never on the master.
+    assert served[0] == start and served[-1] == start + 2.0**-17

@@ -1,0 +1,232 @@
+"""DeepSpeed against the plain engine on one rank: same gradients, same skipped steps, same weights, ZeRO 1, 2 and 3."""
+
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyppo_async.config.learner import ZeroStage
+from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.trainer.worker.control import ComputeDtype, WorkerRole
+from asyppo_async.trainer.worker.group import open_groups
+from asyppo_async.trainer.worker.processes import environment_of_rank
+from asyppo_async.trainer.worker.world import World
+from asyppo_async.types import TokenSequences
+from tests.integration.worker.conftest import TIMES
+from tests.integration.worker.test_groups import assert_same_steps, receive
+from tests.integration.worker.zero_program import FIRST_BUDGET, settings_of, travel
+from tests.unit.worker.learners import (
+    actor_request,
+    largest_difference,
+    lost_alone,
+    open_actor,
+    write_small_norms,
+)
+
+PROGRAM = [sys.executable, "-m", "tests.integration.worker.zero_program"]
+ROOT = Path(__file__).parents[3]
+TOLERANCE = 5e-6
+"""Relative, of the gradients of each tensor (invariant 5)."""
+ALL = [f"{role}:{stage}" for role in ("actor", "critic") for stage in (1, 2, 3)]
+
+
+def start(rank: int, num_ranks: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*PROGRAM, str(rank), str(num_ranks), str(port), *arguments],
+        cwd=ROOT,
+        env=environment_of_rank(num_threads=1) | {"DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def travel_with_deepspeed(
+    num_ranks: int, folder: Path, output: Path, dtype: ComputeDtype, journeys: list[str]
+) -> dict[str, dict[str, Any]]:
+    arguments = [str(folder), str(output), dtype, *journeys]
+    ranks = [start(0, num_ranks, 0, *arguments)]
+    try:
+        assert ranks[0].stdout is not None
+        port = int(ranks[0].stdout.readline())
+        ranks += [start(rank, num_ranks, port, *arguments) for rank in range(1, num_ranks)]
+        for rank in ranks:
+            words, _ = rank.communicate(timeout=280)
+            assert rank.returncode == 0, words[-2000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    return {name: torch.load(output / f"{name}.pt", weights_only=True) for name in journeys}
+
+
+def check(
+    folder: Path,
+    output: Path,
+    journeys: list[str],
+    *,
+    num_ranks: int,
+    dtype: ComputeDtype = "float32",
+    plain_budget: int = 4096,
+    tolerance: float = TOLERANCE,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Compare with the plain engine on one rank, its micro-batches cut by `plain_budget`; the weights, by journey.
+
+    float32 is compared with float64, whose own error is nothing.
+    """
+    world = World.alone()
+    exact: ComputeDtype = "float64" if dtype == "float32" else dtype
+    roles: tuple[WorkerRole, ...] = ("actor", "critic")
+    plain = {role: travel(settings_of(folder, role, None, exact, plain_budget), world) for role in roles}
+    travelled = travel_with_deepspeed(num_ranks, folder, output, dtype, journeys)
+    for journey, got in travelled.items():
+        expected = plain["actor" if journey.startswith("actor") else "critic"]
+        for step, wanted in zip(got["steps"], expected.steps, strict=True):
+            assert step["skipped"] == wanted.skipped, journey
+            assert step["learning_rate"] == wanted.learning_rate, journey
+            assert step["num_tokens"] == wanted.num_tokens, journey
+            for name in ("loss", "grad_norm"):
+                assert step[name] == pytest.approx(getattr(wanted, name), rel=tolerance, nan_ok=True), journey
+            parts = None if wanted.parts is None else asdict(wanted.parts)
+            # Norms of weights are of bfloat16 ones in one engine and of their masters in the other.
+            rounding = 1e-3 if dtype == "bfloat16" else 1e-4
+            assert step["parts"] == (parts and pytest.approx(parts, rel=max(tolerance, rounding))), journey
+        assert not got["applied"] and not expected.applied
+        assert largest_difference(got["moments"], expected.moments) < tolerance, journey
+        assert largest_difference(got["weights"], expected.weights) < tolerance, journey
+        torch.testing.assert_close(got["outputs"], expected.outputs, atol=4 * tolerance, rtol=0)
+        check_saved(journey, output, got["weights"], dtype)
+    return {journey: got["weights"] for journey, got in travelled.items()}
+
+
+def check_saved(journey: str, output: Path, weights: dict[str, torch.Tensor], dtype: ComputeDtype) -> None:
+    folder = output / f"{journey}.model"
+    assert folder.is_dir() == journey.startswith("actor")
+    if folder.is_dir():
+        saved = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        assert saved.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert saved[name].dtype == getattr(torch, dtype)
+            assert torch.equal(saved[name].detach(), tensor), name
+
+
+@pytest.mark.report("P55")
+@pytest.mark.report("P57")
+def test_gradients_skips_and_weights_over_two_ranks_are_those_of_the_plain_engine(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    check(tiny_folder, tmp_path, ["actor:3", "critic:3", "actor:2", "critic:1"], num_ranks=2)
+
+
+def test_bfloat16_weights_move_as_in_the_plain_engine_and_the_value_head_stays_float32(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    # One rank and the same micro-batches.
+    weights = check(
+        tiny_folder, tmp_path, ["critic:2"], num_ranks=1, dtype="bfloat16", plain_budget=FIRST_BUDGET
+    )["critic:2"]
+    others = {name for name, tensor in weights.items() if tensor.dtype != torch.bfloat16}
+    assert others == {"value_head.weight"}
+
+
+@pytest.mark.report("P05")
+@pytest.mark.report("P03")
+@pytest.mark.parametrize(
+    ("stage", "num_ranks"),
+    [
+        (3, 2),
+        *(
+            pytest.param(stage, num_ranks, marks=pytest.mark.long)
+            for stage, num_ranks in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))
+        ),
+    ],
+)
+async def test_group_of_zero_ranks_trains_publishes_and_saves_like_one_plain_rank(
+    tiny_folder: Path, sequences: TokenSequences, tmp_path: Path, stage: ZeroStage, num_ranks: int
+) -> None:
+    async with open_groups(
+        actor=ActorSection(
+            model=tiny_folder,
+            backend="deepspeed",
+            zero_stage=stage,
+            zero_whole_below=0,
+            num_ranks=num_ranks,
+            num_threads=1,
+            learning_rate=1e-3,
+        ),
+        critic=CriticSection(count=0),
+        seed=1,
+        bucket_bytes=2048,
+        folder=tmp_path,
+        times=replace(TIMES, join_timeout_s=120, request_timeout_s=60),
+    ) as (actor, _):
+        alone = open_actor(tiny_folder, dtype="float32", budget=5)
+        for sizes in ([5, 0, 4, 1], [9]):
+            request = actor_request(sequences, sizes)
+            assert_same_steps((await actor.train(request)).steps, alone.learner.train(request).steps)
+        await actor.save(tmp_path / "final")
+        received = await receive(actor, epoch=3)
+    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "final").named_parameters())
+    assert received.keys() == saved.keys()
+    for name, tensor in alone.module.named_parameters():
+        torch.testing.assert_close(received[name], tensor.detach(), atol=2e-5, rtol=0)
+        assert torch.equal(received[name], saved[name].detach()), name
+
+
+@pytest.mark.report("P58")
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "num_ranks"), [(1, 1), (2, 2), (3, 2)])
+async def test_served_weights_change_at_a_rate_of_which_one_step_alone_is_lost(
+    sequences: TokenSequences, tmp_path: Path, stage: ZeroStage, num_ranks: int
+) -> None:
+    """The masters of every ZeRO stage are float32, and what is published is theirs, rounded."""
+    rate = 1e-6
+    async with open_groups(
+        actor=ActorSection(
+            model=write_small_norms(tmp_path / "model"),
+            dtype="bfloat16",
+            backend="deepspeed",
+            zero_stage=stage,
+            zero_whole_below=0,
+            num_ranks=num_ranks,
+            num_threads=1,
+            learning_rate=rate,
+        ),
+        critic=CriticSection(count=0),
+        seed=1,
+        bucket_bytes=1024,
+        folder=tmp_path,
+        times=replace(TIMES, join_timeout_s=120, request_timeout_s=120),
+    ) as (actor, _):
+        before = await receive(actor, epoch=1, bucket_bytes=1024)
+        await actor.train(actor_request(sequences, [9] * 50))
+        after = await receive(actor, epoch=2, bucket_bytes=1024)
+    for name, served in before.items():
+        assert served.dtype == torch.bfloat16
+        assert int(((after[name] != served) & lost_alone(served, rate)).sum()) > 0, name
+
+
+@pytest.mark.report("P02")
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks", "tolerance"),
+    [
+        ("float32", 1, 5e-6),
+        ("float32", 2, 5e-6),
+        ("float32", 3, 5e-6),
+        ("bfloat16", 1, 5e-6),
+        ("bfloat16", 2, 0.2),
+    ],
+)
+def test_gradients_skips_and_weights_of_all_stages_are_those_of_the_plain_engine(
+    tiny_folder: Path, tmp_path: Path, dtype: ComputeDtype, num_ranks: int, tolerance: float
+) -> None:
+    budget = FIRST_BUDGET if num_ranks == 1 else 4096
+    check(
+        tiny_folder, tmp_path, ALL, num_ranks=num_ranks, dtype=dtype, plain_budget=budget, tolerance=tolerance
+    )

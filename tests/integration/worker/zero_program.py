@@ -1,0 +1,220 @@
+"""One rank that trains through DeepSpeed, as a program: what it came to, per role and stage, is what rank 0 writes.
+
+Arguments: rank, number of ranks, port of rank 0's store (0 at rank 0, which prints it), model folder, output folder,
+dtype, and the journeys to make, as `actor:3`.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from torch import Tensor, distributed, nn
+
+from asyppo_async.config.learner import ZeroStage
+from asyppo_async.trainer.worker.actor import Actor
+from asyppo_async.trainer.worker.backend.choice import open_backend
+from asyppo_async.trainer.worker.backend.plain import PlainBackend
+from asyppo_async.trainer.worker.backend.protocol import Backend
+from asyppo_async.trainer.worker.control import ComputeDtype, WorkerRole, WorkerSettings
+from asyppo_async.trainer.worker.critic import CriticLearner
+from asyppo_async.trainer.worker.critic_model import Critic, load_critic
+from asyppo_async.trainer.worker.documents import cutting_of
+from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.messages import ActorForward, CriticForward, OptimizerStep
+from asyppo_async.trainer.worker.model import Policy, Scoring, load_policy
+from asyppo_async.trainer.worker.sharding import cut_actor_train, cut_critic_train
+from asyppo_async.trainer.worker.steps import Stepper
+from asyppo_async.trainer.worker.world import World
+from asyppo_async.weights.store import open_store
+from tests.unit.worker.learners import actor_request, critic_request, random_sequences
+
+SIZES = [5, 1, 0, 4, 9]
+"""A mini-batch of one sequence leaves all ranks but one with nothing, one of none leaves all."""
+FIRST_BUDGET = 20
+"""Tokens of a micro-batch at rank 0; the others have more, so that ranks have different numbers of micro-batches."""
+RATE = LearningRate(peak=1e-3, warmup_steps=3, final=1e-4, curve="linear", schedule_steps=12, head_peak=3e-3)
+SEQUENCES = random_sequences(3, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journey:
+    """What a series of requests came to."""
+
+    steps: tuple[OptimizerStep, ...]
+    applied: bool
+    """Of a step whose gradient was not finite though its loss was."""
+    moments: dict[str, Tensor]
+    """First moments after some steps: sums of gradients, so they differ by as much as gradients do."""
+    weights: dict[str, Tensor]
+    outputs: Tensor
+    """Log-probs or values at the end."""
+
+
+class Traveller:
+    """One rank without its process, of either role."""
+
+    def __init__(self, settings: WorkerSettings, world: World) -> None:
+        folder = Path(settings.model)
+        self.settings = settings
+        self.world = world
+        self.model: Policy | Critic = (
+            load_policy(folder, settings.dtype)
+            if settings.role == "actor"
+            else load_critic(folder, settings.dtype, settings.seed)
+        )
+        cutting = cutting_of(settings, self.model.root)
+        self.backend: Backend = open_backend(self.model, settings, world)
+        stepper = Stepper(self.backend, world, cutting=cutting, non_finite_budget=99)
+        self.learner: Actor | CriticLearner = (
+            Actor(self.model, stepper)
+            if isinstance(self.model, Policy)
+            else CriticLearner(self.model, stepper)
+        )
+
+    def train(self, sizes: Sequence[int], *, broken: bool = False) -> tuple[OptimizerStep, ...]:
+        nothing = np.full(SEQUENCES.num_response_tokens, np.nan, dtype=np.float32)
+        if isinstance(self.learner, Actor):
+            request = actor_request(SEQUENCES, sizes, **({"advantages": nothing} if broken else {}))
+            return self.learner.train(cut_actor_train(request, self.world.size)[self.world.rank]).steps
+        targets = critic_request(SEQUENCES, sizes, **({"targets": nothing} if broken else {}))
+        return self.learner.train(cut_critic_train(targets, self.world.size)[self.world.rank]).steps
+
+    def outputs(self) -> Tensor:
+        """Of all sequences on every rank, whatever the number of micro-batches of the others."""
+        if isinstance(self.learner, Actor):
+            return torch.from_numpy(
+                self.learner.forward(ActorForward(sequences=SEQUENCES, temperature=1.0)).logprobs
+            )
+        return torch.from_numpy(self.learner.forward(CriticForward(sequences=SEQUENCES)).values)
+
+    def zero(self) -> Tensor:
+        """A loss of exactly 0 that goes through all weights."""
+        position = torch.zeros(1, dtype=torch.int64)
+        if isinstance(self.model, Policy):
+            scoring = Scoring(temperature=1.0, chunk_tokens=1)
+            distribution = self.model.distribution(position[None], position, position, scoring)
+            return (distribution.logprobs + distribution.entropies).sum() * 0
+        return self.model.values(position[None], position).sum() * 0
+
+    def moments(self) -> dict[str, Tensor]:
+        backend = self.backend
+        if isinstance(backend, PlainBackend):
+            state = backend._optimizer.state
+            return {
+                name: state[master]["exp_avg"].clone()
+                for name, master in zip(backend._names, backend._masters, strict=True)
+            }
+        from asyppo_async.trainer.worker.backend.deepspeed import DeepSpeedBackend
+
+        assert isinstance(backend, DeepSpeedBackend)
+        found = {weight: state["exp_avg"] for weight, state in backend._whole_optimizer.state.items()}
+        if self.settings.zero_stage == 3:
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            for weight in backend._weights.values():
+                if weight not in found:
+                    found[weight] = safe_get_full_optimizer_state(weight, "exp_avg")
+        else:
+            found |= flat_moments(backend.engine.optimizer, self.world.size)
+        return {name: found[weight].clone() for name, weight in backend._weights.items()}
+
+
+def flat_moments(optimizer: ZeROOptimizer, num_ranks: int) -> dict[nn.Parameter, Tensor]:
+    """Of ZeRO 1 and 2, which lay the parameters of a group end to end and cut them into one piece for each rank."""
+    bfloat16 = hasattr(optimizer, "bf16_groups")
+    groups = optimizer.bf16_groups if bfloat16 else optimizer.bit16_groups
+    pieces = optimizer.fp32_groups_flat_partition if bfloat16 else optimizer.single_partition_of_fp32_groups
+    found = {}
+    for weights, piece in zip(groups, pieces, strict=True):
+        own = optimizer.optimizer.state[piece]["exp_avg"]
+        everything = [torch.empty_like(own) for _ in range(num_ranks)]
+        distributed.all_gather(everything, own)
+        flat, start = torch.cat(everything), 0
+        for weight in weights:
+            found[weight] = flat[start : start + weight.numel()].view(weight.shape)
+            start += weight.numel()
+    return found
+
+
+def travel(settings: WorkerSettings, world: World, saved_to: Path | None = None) -> Journey:
+    """Train; meet a loss, then a gradient that is not finite; train; start the optimizer anew; train; score; save."""
+    rank = Traveller(settings, world)
+    steps = [*rank.train(SIZES), *rank.train([4, 5], broken=True)]
+    rank.backend.backward(rank.zero().sqrt())
+    outcome = rank.backend.step()
+    steps += rank.train([2, 7])
+    moments = rank.moments()
+    rank.backend.forget_moments()
+    steps += rank.train([9])
+    names = [name for name, _ in rank.model.module.named_parameters()]
+    weights = {}
+    for name, tensor in rank.backend.full_tensors(names):
+        weights[name] = tensor.clone()
+        if world.rank == 0:
+            time.sleep(0.01)  # the others run ahead to their next gather
+    if saved_to is not None and settings.role == "actor":
+        rank.backend.save(saved_to)
+    return Journey(
+        steps=tuple(steps),
+        applied=outcome.applied,
+        moments=moments,
+        weights=weights,
+        outputs=rank.outputs(),
+    )
+
+
+def settings_of(
+    folder: Path, role: WorkerRole, stage: ZeroStage | None, dtype: ComputeDtype, budget: int
+) -> WorkerSettings:
+    """Of a DeepSpeed rank, or without a stage of a plain one."""
+    return WorkerSettings(
+        role=role,
+        model=str(folder),
+        dtype=dtype,
+        backend="plain" if stage is None else "deepspeed",
+        zero_stage=stage or 1,
+        zero_whole_below=0,
+        learning_rate=RATE,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        micro_batch_tokens=budget,
+        # Another cutting alone moves bfloat16 gradients by 8 %.
+        packing="packed" if stage in (1, 3) and dtype != "bfloat16" else "padded",
+        recompute=stage == 3,
+        num_threads=1,
+        non_finite_budget=0,
+        seed=1,
+        bucket_bytes=2048,
+        collective_deadline_s=60,
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    rank, num_ranks, port = map(int, arguments[:3])
+    folder, output, dtype = Path(arguments[3]), Path(arguments[4]), cast(ComputeDtype, arguments[5])
+    torch.set_num_threads(1)
+    store = None
+    if rank == 0:
+        store, port = open_store("127.0.0.1", num_ranks, 60)
+        print(port, flush=True)
+    world = World.join(
+        store or ("127.0.0.1", port), rank=rank, size=num_ranks, host="127.0.0.1", deadline_s=60
+    )
+    for journey in arguments[6:]:
+        role, stage = journey.split(":")
+        settings = settings_of(
+            folder, cast(WorkerRole, role), cast(ZeroStage, int(stage)), dtype, FIRST_BUDGET + 10 * rank
+        )
+        came_to = travel(settings, world, output / f"{journey}.model")
+        if rank == 0:
+            torch.save(asdict(came_to), output / f"{journey}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
