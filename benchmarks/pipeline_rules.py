@@ -100,6 +100,7 @@ def scenario_of(case: Case, world: str, seed: int) -> Scenario:
         settings=settings,
         num_prompts=100_000,
         num_epochs=None,
+        least_acceptance=1.0,
         servers=(plan,) * num_servers,
         lengths=LengthPlan(
             median_tokens=4000, prompt_sigma=0.8, member_sigma=0.4, max_tokens=32_768, prompt_tokens=400
@@ -110,6 +111,7 @@ def scenario_of(case: Case, world: str, seed: int) -> Scenario:
         critic_ahead=False,
         publication_s=6.0,
         pause_s=2.0,
+        weights="staged",
         publication_blocks_trainer=True,
         kv_on_update="recompute" if case.recompute else "keep",
         members_apart=False,

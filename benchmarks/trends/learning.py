@@ -4,16 +4,18 @@ What a study leaves out is what has no say in what is learned: engine, processes
 Staleness is given instead of arising: responses of step v come from the weights of version v - lag.
 """
 
+import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from asyppo_async.config.sections import ActorSection, CriticSection, TrainConfig
 from asyppo_async.metrics import Metrics
-from asyppo_async.trainer.coordinator.batch import batch_of
-from asyppo_async.trainer.coordinator.prompt_choices import teaches_nothing
+from asyppo_async.trainer.coordinator.batch import batch_of, truncated_reward
+from asyppo_async.trainer.coordinator.choice_protocol import teaches_nothing
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.report import step_metrics
 from asyppo_async.trainer.coordinator.sampler import EpochSampler, Sampler
@@ -24,6 +26,7 @@ from asyppo_async.trainer.worker.actor import Actor
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
 from asyppo_async.trainer.worker.codec import Message, decode, encode, expect
 from asyppo_async.trainer.worker.critic import CriticLearner
+from asyppo_async.trainer.worker.critic_model import Critic
 from asyppo_async.trainer.worker.messages import (
     ActorForward,
     ActorForwardResult,
@@ -33,16 +36,48 @@ from asyppo_async.trainer.worker.messages import (
     CriticTrain,
     TrainResult,
 )
-from asyppo_async.trainer.worker.model import Critic, Policy
+from asyppo_async.trainer.worker.model import Policy
+from asyppo_async.trainer.worker.packing import Cutting
+from asyppo_async.trainer.worker.reference import Reference
+from asyppo_async.trainer.worker.specs import learning_rate_of
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.types import Group, Prompt, SamplingParams, Trajectory
-from benchmarks.trends.sampler import TinySampler
+from asyppo_async.types import Group, Prompt, Response, SamplingParams, Trajectory
+from benchmarks.trends.sampler import RoutingScript, TinySampler
 
 M = TypeVar("M", bound=Message)
 Reward = Callable[[Prompt, Sequence[int]], float]
 MAX_TRIES = 50
 """Rounds of candidates for one batch; after that a batch is what it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What generation computes in: the real thing that engine and trainer disagree about."""
+
+    name: str
+    dtype: torch.dtype
+    is_quantised: bool = False
+    """Weights of linear layers are rounded to float8 with a scale per tensor; embedding, head and norms are not."""
+
+    def copy_of(self, policy: Policy) -> Policy:
+        """The policy as the engine holds it."""
+        copied = Policy(copy.deepcopy(policy.module).to(self.dtype))
+        self.load(copied, policy.module.state_dict())
+        return copied
+
+    def load(self, policy: Policy, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take new weights."""
+        if self.is_quantised:
+            weights = {
+                name: _quantised(tensor) if "proj" in name else tensor for name, tensor in weights.items()
+            }
+        policy.module.load_state_dict(weights)
+
+
+FLOAT32 = Engine(name="float32", dtype=torch.float32)
+BFLOAT16 = Engine(name="bfloat16", dtype=torch.bfloat16)
+FLOAT8_WEIGHTS = Engine(name="float8 weights", dtype=torch.bfloat16, is_quantised=True)
 
 
 class LocalActor:
@@ -84,8 +119,16 @@ class TinyRun:
         reward: Reward,
         stop_token_ids: tuple[int, ...],
         lag: int = 0,
+        engine: Engine | None = None,
+        fixed_length: bool = False,
+        script: RoutingScript | None = None,
     ) -> None:
+        """`engine`: None computes as the trainer does; `fixed_length` and `script`: as in `TinySampler`.
+
+        The reference of a KL, if the configuration asks for one, is the policy as it is now.
+        """
         self.step = 0
+        self.policy, self.critics = policy, tuple(critics)
         self._config, self._policy, self._reward = config, policy, reward
         table = PromptTable(config.selection)
         ids = [prompt.id for prompt in prompts]
@@ -94,29 +137,11 @@ class TinyRun:
         self._sampler: Sampler = self._selection or EpochSampler(
             prompt_ids=ids, seed=config.run.seed, num_epochs=None
         )
-        self._runner = StepRunner(
-            config,
-            LocalActor(
-                Actor(
-                    self._policy,
-                    _stepper(self._policy.module, config.actor),
-                    micro_batch_tokens=config.actor.micro_batch_tokens,
-                )
-            ),
-            tuple(
-                LocalCritic(
-                    CriticLearner(
-                        critic,
-                        _stepper(critic.module, config.critic),
-                        micro_batch_tokens=config.critic.micro_batch_tokens,
-                    )
-                )
-                for critic in critics
-            ),
-            table,
-        )
+        self._runner = _runner(config, policy, critics, table)
+        self._engine = engine or FLOAT32
+        self._generating = self._engine.copy_of(policy)
         self._generation = TinySampler(
-            self._policy,
+            self._generating,
             SamplingParams(
                 temperature=config.sampling.temperature,
                 top_p=config.sampling.top_p,
@@ -126,6 +151,8 @@ class TinyRun:
                 stop_token_ids=stop_token_ids,
             ),
             torch.Generator().manual_seed(config.run.seed),
+            fixed_length=fixed_length,
+            script=script,
         )
         self._history: deque[dict[str, torch.Tensor]] = deque(maxlen=lag + 1)
         self._num_draws = 0
@@ -145,11 +172,12 @@ class TinyRun:
 
     def _roll_out(self) -> list[Group]:
         """The groups of one batch, by the weights of `lag` versions ago."""
-        module, config = self._policy.module, self._config
-        present = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        self._history.append(present)
+        config = self._config
+        self._history.append(
+            {name: tensor.clone() for name, tensor in self._policy.module.state_dict().items()}
+        )
         version = self.step - len(self._history) + 1
-        module.load_state_dict(self._history[0])
+        self._engine.load(self._generating, self._history[0])
         groups: list[Group] = []
         for attempt in range(MAX_TRIES):
             missing = config.batch.prompts - len(groups)
@@ -159,7 +187,6 @@ class TinyRun:
             if config.selection.group_filter == "replace" and attempt < MAX_TRIES - 1:
                 fresh = [group for group in fresh if teaches_nothing(group) is None]
             groups += fresh
-        module.load_state_dict(present)
         return groups
 
     def _draw(self, num: int) -> list[Prompt]:
@@ -169,6 +196,12 @@ class TinyRun:
             if candidate.accepted:
                 drawn.append(self._by_id[candidate.prompt_id])
         return drawn
+
+    def _reward_of(self, prompt: Prompt, response: Response) -> float:
+        fixed = truncated_reward(self._config.algorithm)
+        if fixed is not None and response.finish_reason == "length":
+            return fixed
+        return self._reward(prompt, response.token_ids.tolist())
 
     def _sample(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
         sampled = self._generation.sample(prompts, num_samples=self._config.batch.group_size, version=version)
@@ -184,7 +217,7 @@ class TinyRun:
                         draw_id=self._num_draws,
                         sample_index=index,
                         response=response,
-                        reward=self._reward(prompt, response.token_ids.tolist()),
+                        reward=self._reward_of(prompt, response),
                         server="tiny",
                         started_s=0.0,
                         finished_s=0.0,
@@ -200,6 +233,11 @@ class TinyRun:
         return groups
 
 
+def _quantised(weight: torch.Tensor) -> torch.Tensor:
+    scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
 async def _no_batch_ahead() -> None:
     return None
 
@@ -208,19 +246,38 @@ def _over_the_wire(message: M) -> M:
     return expect(decode(encode(message)).message, type(message))
 
 
-def _stepper(module: torch.nn.Module, section: ActorSection | CriticSection) -> Stepper:
+def _stepper(model: Policy | Critic, section: ActorSection | CriticSection, training_steps: int) -> Stepper:
     world = World.alone()
     backend = PlainBackend(
-        module,
+        model.module,
+        model.root,
         world=world,
-        learning_rate=section.learning_rate,
+        learning_rate=learning_rate_of(section, training_steps),
         weight_decay=section.weight_decay,
-        warmup_steps=section.warmup_steps,
         max_grad_norm=section.max_grad_norm,
     )
     return Stepper(
         backend,
         world,
-        micro_batch_tokens=section.micro_batch_tokens,
+        cutting=Cutting(budget_tokens=section.micro_batch_tokens),
         non_finite_budget=section.non_finite_budget,
+    )
+
+
+def _runner(config: TrainConfig, policy: Policy, critics: Sequence[Critic], table: PromptTable) -> StepRunner:
+    """The coordinator's own step over groups that are objects of this process."""
+    asked = config.actor.reference is not None
+    actor = Actor(
+        policy,
+        _stepper(policy, config.actor, config.run.num_steps),
+        reference=Reference(Policy(copy.deepcopy(policy.module))) if asked else None,
+    )
+    return StepRunner(config, LocalActor(actor), local_critics(config, critics), table)
+
+
+def local_critics(config: TrainConfig, critics: Sequence[Critic]) -> tuple[LocalCritic, ...]:
+    """Each critic with an optimizer of its own, as `config` says."""
+    return tuple(
+        LocalCritic(CriticLearner(critic, _stepper(critic, config.critic, config.run.num_steps)))
+        for critic in critics
     )

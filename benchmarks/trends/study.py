@@ -1,91 +1,68 @@
-"""Tiny-model studies: several arms, equal steps and tokens, several seeds, mean, spread and a paired test over seeds.
+"""Tiny-model studies: several arms, equal steps and tokens, several seeds; docs/evidence.md has what came out.
 
     python -m benchmarks.trends.study ladder      single critic, shared ensemble, group split, + mask, + filter; UTD 4
-    python -m benchmarks.trends.study staleness   coupled against decoupled PPO at lag 0, 4 and 16
-    python -m benchmarks.trends.study lambda      the actor's lambda with Monte Carlo critics
-      [--seeds 5] [--steps 60] [--only ARM ...]
+    python -m benchmarks.trends.study staleness   coupled against decoupled PPO at lag 0, 4, 16; an engine in bfloat16
+    python -m benchmarks.trends.study pretraining    VC-PPO: decoupled lambda and value pretraining, long answers
+    python -m benchmarks.trends.study daps        DAPS against uniform draws on prompts of mixed difficulty
+    python -m benchmarks.trends.study single      S3AC, REINFORCE++, FlashREINFORCE with one response a prompt
+    python -m benchmarks.trends.study orthogonal  a critic's opinion of prompts and of tokens, apart; three losses
+    python -m benchmarks.trends.study coverage    a coverage pool against the initial policy's; value head and clip
+    python -m benchmarks.trends.study best_of     the critic as process reward against a majority vote
+    python -m benchmarks.trends.study lambda      the actor's lambda; value std against the size of a token's gradient
+      [--seeds 10] [--only ARM ...]
 
-An arm's figure is its mean reward over the last fifth of the steps. The test is a paired t over seeds against the first
-arm; with five seeds |t| > 2.78 is a difference at 5 %. The last line is one JSON object.
+Each run is stored when it ends, and a study that was stopped goes on where it was. Tables and plots are made from what
+is stored: `python -m benchmarks.trends.evidence`.
 """
 
 import argparse
 import asyncio
-import json
-import math
 import statistics
+import subprocess
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from asyppo_async.config.load import config_from_tree
-from asyppo_async.config.sections import TrainConfig
-from benchmarks.trends.task import MAX_TOKENS, open_study_run
+from asyppo_async.algorithms.calibration import mean_by_position
+from asyppo_async.trainer.coordinator.step import StepResult
+from benchmarks.trends.arm_run import open_arm
+from benchmarks.trends.arms import Arm
+from benchmarks.trends.best_of_n import best_of_n
+from benchmarks.trends.comparison import compare
+from benchmarks.trends.critic_tasks import PARITY
+from benchmarks.trends.engine_gradients import gradient_errors
+from benchmarks.trends.pretrained import coverage_and_heads
+from benchmarks.trends.results import Measurement, Results, Run
+from benchmarks.trends.std_and_gradients import std_against_gradients
+from benchmarks.trends.studies import STUDIES, UNMEASURED
 
-SIZES = (
-    "batch.prompts=8",
-    "batch.group_size=8",
-    "actor.model=a",
-    "critic.model=c",
-    "actor.learning_rate=2e-3",
-    "actor.warmup_steps=0",
-    "actor.mini_batches=2",
-    "critic.learning_rate=4e-3",
-    "critic.warmup_steps=0",
-    "critic.mini_batches=2",
-    f"sampling.max_tokens={MAX_TOKENS}",
+EARLY_STEPS = 10
+"""Over which advantages by position are averaged: before critics and policy have found each other."""
+FIGURES = (
+    "actor/entropy",
+    "actor/clip_fraction_low",
+    "actor/clip_fraction_high",
+    "actor/kl_proximal",
+    "mismatch/kl_k3",
+    "mismatch/ratio_max",
+    "mismatch/ratio_min",
+    "tokens/rejected",
+    "mismatch/rejected_responses",
+    "value_std/p50",
+    "critic_0/explained_variance_used",
+    "reward/groups_all_equal",
+    "selection/accepted_middle_share",
+    "selection/candidates_per_accepted",
 )
-ACTOR_SIZE, MINI_CRITIC_SIZE = 32, 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One method of a study."""
-
-    name: str
-    preset: str
-    overrides: tuple[str, ...] = ()
-    lag: int = 0
-    critic_size: int = MINI_CRITIC_SIZE
-
-    def config(self, seed: int) -> TrainConfig:
-        bound = f"staleness.max_staleness={self.lag}"
-        return config_from_tree({"preset": self.preset}, [*SIZES, bound, f"run.seed={seed}", *self.overrides])
-
-
-NO_MASKS = ("algorithm.advantage_mask_share=0", "algorithm.entropy_filter_share=0")
-NO_FILTER = ("algorithm.entropy_filter_share=0",)
-UTD = ("actor.epochs=4",)
-NO_ENTROPY = ("algorithm.entropy_coefficient=0",)
-COUPLED = ("algorithm.loss_reference=behaviour", "algorithm.mismatch=none")
-
-STUDIES = {
-    "ladder": (
-        Arm(name="one small critic", preset="ppo_asymmetric", overrides=UTD),
-        Arm(
-            name="shared ensemble", preset="asyppo", overrides=(*NO_MASKS, *NO_ENTROPY, "critic.data=shared")
-        ),
-        Arm(name="group split", preset="asyppo", overrides=(*NO_MASKS, *NO_ENTROPY)),
-        Arm(name="+ advantage mask", preset="asyppo", overrides=(*NO_FILTER, *NO_ENTROPY)),
-        Arm(
-            name="+ random mask",
-            preset="asyppo",
-            overrides=(*NO_FILTER, *NO_ENTROPY, "algorithm.advantage_mask_by=random"),
-        ),
-        Arm(name="+ entropy filter", preset="asyppo"),
-        Arm(name="GRPO", preset="grpo", overrides=UTD),
-        Arm(name="symmetric PPO", preset="ppo", overrides=UTD, critic_size=ACTOR_SIZE),
-    ),
-    "staleness": tuple(
-        Arm(name=f"{name}, lag {lag}", preset=preset, overrides=overrides, lag=lag)
-        for lag in (0, 4, 16)
-        for name, preset, overrides in (("decoupled", "areal", ()), ("coupled", "areal", COUPLED))
-    ),
-    "lambda": tuple(
-        Arm(name=f"lambda {value}", preset="vcppo", overrides=(f"algorithm.lambda_actor={value}",))
-        for value in ("1.0", "0.99", "0.95", "0.8", "adaptive")
-    ),
+Rows = list[dict[str, float | str]]
+MEASUREMENTS: dict[str, tuple[str, Callable[[int], Rows]]] = {
+    "staleness": ("gradient error", gradient_errors),
+    "lambda": ("value std and gradient", std_against_gradients),
+    "coverage": ("pool and head", coverage_and_heads),
+    "best_of": ("best of n", best_of_n),
 }
 
 
@@ -93,47 +70,102 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("study", choices=[*STUDIES, *UNMEASURED])
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", nargs="*", help="names of arms")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    arms = [arm for arm in STUDIES[arguments.study] if not arguments.only or arm.name in arguments.only]
-    scores: dict[str, list[float]] = {}
-    for arm in arms:
-        started_s = time.monotonic()
-        scores[arm.name] = [
-            asyncio.run(score_of(arm, seed=seed, steps=arguments.steps)) for seed in range(arguments.seeds)
-        ]
-        print(line_of(arm.name, scores, arms[0].name, time.monotonic() - started_s), flush=True)
-    print(json.dumps({"study": arguments.study, "steps": arguments.steps, "scores": scores}))
-
-
-async def score_of(arm: Arm, *, seed: int, steps: int) -> float:
-    """Mean reward over the last fifth of a run."""
-    run = open_study_run(
-        arm.config(seed), seed=seed, lag=arm.lag, actor_size=ACTOR_SIZE, critic_size=arm.critic_size
+    study, results, commit = (
+        {**STUDIES, **UNMEASURED}[arguments.study],
+        Results(arguments.study),
+        commit_of_code(),
     )
-    rewards = [(await run.train())[1]["reward/mean"] for _ in range(steps)]
-    return statistics.fmean(rewards[-max(1, steps // 5) :])
+    # Seed by seed: a study that is stopped early has all arms at equal seeds.
+    for seed in range(arguments.seeds):
+        for arm in study.arms:
+            if arguments.only and arm.name not in arguments.only:
+                continue
+            if results.run(arm.name, seed, spec=arm.spec, num_steps=study.num_steps) is None:
+                results.add(asyncio.run(one_run(arm, seed=seed, num_steps=study.num_steps, commit=commit)))
+        if arguments.study in MEASUREMENTS and not arguments.only:
+            name, measure = MEASUREMENTS[arguments.study]
+            if seed not in [done.seed for done in results.measured(name)]:
+                started_s = time.process_time()
+                rows = measure(seed)
+                cpu_s = round(time.process_time() - started_s, 1)
+                results.add(Measurement(name=name, seed=seed, commit=commit, cpu_s=cpu_s, rows=rows))
+        print(f"seed {seed} is done", flush=True)
+    for arm in study.arms:
+        if not arguments.only or arm.name in arguments.only:
+            print(line_of(arm, results))
 
 
-def line_of(name: str, scores: dict[str, list[float]], first: str, seconds: float) -> str:
-    own = scores[name]
-    spread = statistics.stdev(own) if len(own) > 1 else math.nan
-    return (
-        f"{name:20s} {statistics.fmean(own):+.3f} +- {spread:.3f}   t {paired_t(own, scores[first]):+6.2f}   "
-        f"{seconds / len(own):5.1f} s a run"
+async def one_run(arm: Arm, *, seed: int, num_steps: int, commit: str) -> Run:
+    """All steps of one arm with one seed."""
+    started_s = time.process_time()
+    run = await open_arm(arm, seed)
+    series: dict[str, list[float]] = defaultdict(list)
+    rewards, lengths, num_tokens = [], [], 0.0
+    for step in range(num_steps):
+        result, metrics = await run.train()
+        if step < EARLY_STEPS:
+            for tenth, value in enumerate(advantage_by_tenth(result)):
+                series[f"early/advantage_tenth_{tenth}"].append(value)
+        if arm.task is not PARITY:
+            lengths.append(round(metrics["response/length_mean_tokens"], 2))
+        rewards.append(round(metrics["reward/mean"], 4))
+        num_tokens += metrics["batch/tokens"]
+        for name in FIGURES:
+            if name in metrics:
+                series[name].append(metrics[name])
+    return Run(
+        arm=arm.name,
+        seed=seed,
+        num_steps=num_steps,
+        spec=arm.spec,
+        commit=commit,
+        cpu_s=round(time.process_time() - started_s, 1),
+        num_tokens=int(num_tokens),
+        rewards=rewards,
+        lengths=lengths,
+        figures={name: round(statistics.fmean(values), 6) for name, values in series.items()},
     )
 
 
-def paired_t(one: list[float], other: list[float]) -> float:
-    """Of the differences seed by seed; 0 for an arm against itself."""
-    differences = [left - right for left, right in zip(one, other, strict=True)]
-    if len(differences) < 2 or statistics.stdev(differences) == 0:
-        return 0.0
-    return statistics.fmean(differences) / (statistics.stdev(differences) / math.sqrt(len(differences)))
+def advantage_by_tenth(result: StepResult) -> tuple[float, ...]:
+    """Mean advantage, with its sign, in each tenth of a response."""
+    lengths = torch.from_numpy(result.batch.lengths)
+    return mean_by_position(result.decisions.advantages, lengths, num_parts=10)
+
+
+def line_of(arm: Arm, results: Results) -> str:
+    """Mean reward over all steps and over the last fifth, and the latter's comparison."""
+    own, other = results.of_arm(arm.name), results.of_arm(arm.against)
+    whole = statistics.fmean(statistics.fmean(run.rewards) for run in own)
+    ends = [late(run) for run in own]
+    test = compare(ends, [late(run) for run in other]) if len(own) == len(other) else None
+    verdict = (
+        "" if test is None else f"   {test.difference:+.3f} t {test.t:+.2f} p {test.p:.3f} to {arm.against}"
+    )
+    return f"{arm.name:24s} {whole:+.3f} {statistics.fmean(ends):+.3f}{verdict}"
+
+
+def late(run: Run) -> float:
+    """Mean reward over the last fifth of the steps."""
+    return statistics.fmean(run.rewards[-max(1, len(run.rewards) // 5) :])
+
+
+def commit_of_code() -> str:
+    """Of the tree that runs, marked where something in it is not committed; the results themselves do not count."""
+    root = Path(__file__).parents[2]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/trends/results")
+    return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""What our server costs: the same engine in process, behind `asyppo-fleet serve`, and behind vLLM's own HTTP server.
+
+    python -m benchmarks.fleet_overhead MODEL [--samples 16 128 512] [--tokens 256 1024] [--repeats 5]
+
+The same prompts, samples per prompt, lengths and engine settings; the engine's processes on the first core, everything
+between them and the caller on the second. All three are up the whole time and take turns. In process is the best that
+`AsyncLLM` does: final outputs only, no text, flat log-probs. The last line is one JSON object, each the smallest over
+the lengths of the ratio of median tokens per second:
+
+    ratio_in_process_16, _128, _512    ours over in process
+    ratio_http_16, _128, _512          ours over vLLM's server
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.fleet_contenders import GROUP_SIZE, Contender, Setting, http_server, in_process, our_server
+
+PROMPT_TOKENS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("--samples", type=int, nargs="+", default=[16, 128, 512], help="at once")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024], help="of every response")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--stream-interval", type=int, default=16, help="tokens between two outputs of the engine"
+    )
+    parser.add_argument("--kv-cache-gib", type=float, default=2.0, help="of each engine")
+    arguments = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        parser.error("two cores are needed, one for the engine and one for the rest")
+    if any(count % GROUP_SIZE for count in arguments.samples):
+        parser.error(f"samples come in groups of {GROUP_SIZE}")
+    max_model_len = PROMPT_TOKENS + max(arguments.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        model = long_enough(arguments.model.resolve(), Path(folder), max_model_len)
+        setting = Setting(
+            model=model,
+            engine_core=cores[0],
+            frontend_core=cores[1],
+            max_num_seqs=max(arguments.samples) + 1,
+            max_model_len=max_model_len,
+            stream_interval=arguments.stream_interval,
+            kv_cache_gib=arguments.kv_cache_gib,
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            ratios = runner.run(compare(setting, arguments.samples, arguments.tokens, arguments.repeats))
+    print(json.dumps({name: round(value, 3) for name, value in ratios.items()}))
+
+
+def long_enough(model: Path, folder: Path, max_model_len: int) -> Path:
+    """The same checkpoint, said to hold `max_model_len` positions; what it says there does not matter here."""
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], max_model_len)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+async def compare(setting: Setting, counts: list[int], lengths: list[int], repeats: int) -> dict[str, float]:
+    vocab_size = json.loads((setting.model / "config.json").read_text())["vocab_size"]
+    chance = random.Random(0)
+    ratios: dict[str, float] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        contenders: dict[str, Contender] = {}
+        for name, start in (("in process", in_process), ("ours", our_server), ("http", http_server)):
+            contenders[name] = await stack.enter_async_context(start(setting))
+            await contenders[name].generate([[1, 2, 3]], 4)
+        os.sched_setaffinity(0, {setting.frontend_core})
+        for count in counts:
+            for length in lengths:
+                rates: dict[str, list[float]] = {name: [] for name in contenders}
+                costs: dict[str, list[float]] = {name: [] for name in contenders}
+                for _ in range(repeats):
+                    # New ones each time, or the prefix cache would answer.
+                    prompts = [
+                        [chance.randrange(vocab_size) for _ in range(PROMPT_TOKENS)]
+                        for _ in range(count // GROUP_SIZE)
+                    ]
+                    for name, contender in contenders.items():
+                        began_s, cpu_s = time.monotonic(), contender.frontend_cpu_s()
+                        num_tokens = await contender.generate(prompts, length)
+                        if num_tokens != count * length:
+                            raise RuntimeError(
+                                f"{name}: {num_tokens} tokens came, {count * length} were asked for"
+                            )
+                        rates[name].append(num_tokens / (time.monotonic() - began_s))
+                        costs[name].append((contender.frontend_cpu_s() - cpu_s) / num_tokens * 1000)
+                medians = {name: statistics.median(values) for name, values in rates.items()}
+                for name, median in medians.items():
+                    print(
+                        f"{count:4} samples of {length:4} tokens, {name:10}: {median:8.0f} tokens/s, "
+                        f"{statistics.median(costs[name]) * 1000:7.2f} ms of frontend CPU per 1,000 tokens",
+                        flush=True,
+                    )
+                for key, other in (("in_process", "in process"), ("http", "http")):
+                    name = f"ratio_{key}_{count}"
+                    ratios[name] = min(ratios.get(name, float("inf")), medians["ours"] / medians[other])
+    return ratios
+
+
+if __name__ == "__main__":
+    main()
