@@ -29,6 +29,9 @@ _SESSION = "weight session epoch"
 _PEERS_EVERY_S = 0.5
 _NOBODYS_TAG = 0x4E4F424F
 """Of operations that no peer receives; broadcasts count their tags from zero."""
+_HANG_UP_TAG = 0x48414E47
+"""Of operations that no peer sends."""
+_HANG_UP_S = 0.001
 _DEVICE_EVERY_S = 0.001
 
 
@@ -46,6 +49,8 @@ class _Collectives(Protocol):
     def broadcast(self, tensors: list[torch.Tensor], opts: BroadcastOptions, /) -> Work: ...
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
 
     def rank(self) -> int: ...
 
@@ -150,13 +155,14 @@ class WeightGroup:
         self.begin_broadcast(into, f"receiving {len(into)} bytes", deadline_s).finish()
 
     def close(self) -> None:
-        """Leave the group: peers that wait for this rank fail at once. Closing twice does nothing.
-
-        A broadcast of this rank that another thread waits for ends at its own deadline, or when its peer closes.
+        """Leave the group: peers that wait for this rank fail at once, and so does a broadcast of this rank that
+        another thread waits for. Closing twice does nothing.
         """
         group, self._group = self._group, None
         if group is None:
             return
+        if self.device.type == "cpu":
+            _hang_up(group)
         group.abort()
         under_way = [work for work in self._under_way if not work.is_completed()]
         if under_way:
@@ -232,6 +238,20 @@ class Broadcast:
             if time.monotonic() > self._deadline_at_s:
                 raise RuntimeError("the device had not finished at the deadline")
             time.sleep(_DEVICE_EVERY_S)
+
+
+def _hang_up(group: _Collectives) -> None:
+    """Close gloo's connections. Its `abort` leaves them open as long as an operation is under way on them.
+
+    A wait that is too long for one operation closes those of the whole group.
+    """
+    for rank in range(group.size()):
+        if rank == group.rank():
+            continue
+        with contextlib.suppress(
+            RuntimeError
+        ):  # too late, as meant; or this peer's connection is closed already
+            group.recv([torch.empty(0)], rank, _HANG_UP_TAG).wait(duration(_HANG_UP_S))
 
 
 def _outlive(group: _Collectives, works: list[Work]) -> None:

@@ -379,3 +379,31 @@ async def test_close_when_another_thread_is_receiving_then_it_does_not_wait_for_
         with pytest.raises(WeightSyncError):
             await asyncio.to_thread(receive_into, group, manifest, buckets, buffer, 3.0)
         assert took_s[0] < 0.5
+
+
+async def test_close_when_a_receive_of_its_own_is_under_way_then_all_others_notice() -> None:
+    """Who waits for rank 0 hears from it that rank 2 has left, though rank 0 sends nothing."""
+    store, port = open_store("127.0.0.1", 3, 20.0)
+    _, waiting, leaving = await asyncio.gather(
+        *(
+            asyncio.to_thread(
+                WeightGroup.join,
+                backend="gloo",
+                store=("127.0.0.1", port) if rank else store,
+                rank=rank,
+                world_size=3,
+                epoch=4,
+                deadline_s=20.0,
+                host="127.0.0.1",
+            )
+            for rank in range(3)
+        )
+    )
+    under_way = leaving.begin_broadcast(torch.empty(64, dtype=torch.uint8), "its bucket", 20.0)
+    started_s = time.monotonic()
+    asyncio.get_running_loop().call_later(0.2, leaving.close)
+    with pytest.raises(WeightSyncError, match="Connection closed by peer"):
+        await asyncio.to_thread(waiting.receive_bucket, torch.empty(64, dtype=torch.uint8), 20.0)
+    with pytest.raises(WeightSyncError, match="its bucket failed"):
+        await asyncio.to_thread(under_way.finish)
+    assert time.monotonic() - started_s < 10
