@@ -204,6 +204,7 @@ async def test_update_when_requests_wait_then_they_begin_without_old_kv(
         assert (np.diff(response.versions) >= 0).all()
 
 
+@pytest.mark.report("P75")
 async def test_generate_when_client_leaves_then_the_engine_is_free_again(client) -> None:
     call = call_of(*await served_run(client), prompt_of(5), 30, 1000)
     async with client.generate(call, DEADLINE_S) as stream:

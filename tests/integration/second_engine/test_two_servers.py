@@ -8,11 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from asyppo_async.rpc.pool import FleetPool
+from asyppo_async.types import SamplingParams
 from tests.integration.chaos.proxies import wire_to
 from tests.integration.run.conftest import Runner, Server
 from tests.integration.run.test_run import wait_for_steps
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.mark.report("P78")
+async def test_pair_when_both_are_asked_for_the_same_then_each_samples_its_own(pair: list[Server]) -> None:
+    """Engines that begin with one seed would give a group the same responses from every server."""
+    sampling = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=24, stop_token_ids=()
+    )
+    responses: list[tuple[int, ...]] = []
+    for server in pair:
+        async with FleetPool([server.address]) as pool:
+            made = await pool.generate([3, 4, 5], num_samples=8, sampling=sampling, deadline_s=60)
+        responses += [tuple(response.token_ids.tolist()) for response in made]
+    assert len(set(responses)) == 16
 
 
 def test_run_on_two_servers_when_it_evaluates_in_passing_then_one_stands_aside_and_comes_back(

@@ -169,6 +169,7 @@ async def test_generate_when_experts_are_asked_for_then_they_come_whole(
             await dense.client.collect(call, DEADLINE_S, lambda _: None)
 
 
+@pytest.mark.report("P70")
 async def test_generate_when_a_bound_is_passed_then_refused_with_its_option(serving, draw) -> None:
     async with serving(SLOW, max_samples_per_call=4, max_calls=1, max_message_mib=1) as server:
         with pytest.raises(RequestRejected, match=r"1 to 4 \(--max-samples-per-call\), got 5"):

@@ -128,6 +128,7 @@ async def test_pool_when_a_server_ends_then_its_calls_go_on_elsewhere(serving, u
         assert pool.num_moves == 1
 
 
+@pytest.mark.report("P71")
 async def test_pool_when_a_server_freezes_then_its_calls_go_on_elsewhere_in_seconds(
     serving, model_folder: Path, tmp_path: Path
 ) -> None:

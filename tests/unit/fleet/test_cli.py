@@ -58,6 +58,7 @@ def test_host_when_loopback_then_needs_nothing(host: str) -> None:
     ServeConfig(model=Path("m"), host=host).check_exposure(has_token=False)
 
 
+@pytest.mark.report("P82")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "node1"])
 def test_host_when_beyond_loopback_then_needs_a_token_client_certificates_or_the_flag(host: str) -> None:
     tls = {"tls_cert": Path("c"), "tls_key": Path("k")}

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,3 +205,17 @@ def test_doctor_when_something_is_wrong_then_each_has_advice(
     assert all(finding.advice for finding in findings if finding.level in ("error", "warning"))
     absent = examine(ServeConfig(model=tmp_path / "absent", port=0))
     assert levels(absent, "model folder") == ["error"]
+
+
+@pytest.mark.report("P80")
+def test_doctor_when_a_container_has_its_usual_shared_memory_then_says_how_to_get_more(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"/dev/shm": 64 * 2**20}  # what a container gets unless it is told otherwise
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[str(path)]))
+    (finding,) = [
+        each for each in examine(ServeConfig(model=model_folder, port=0)) if "/dev/shm" in each.what
+    ]
+    assert (finding.level, finding.what) == ("error", "/dev/shm has 0.1 GiB free")
+    assert "--shm-size 8g" in finding.advice

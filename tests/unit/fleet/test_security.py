@@ -49,6 +49,7 @@ async def test_token_when_it_has_every_role_then_all_is_served(serving, sender, 
         assert len(response.token_ids) == 4
 
 
+@pytest.mark.report("P82")
 @pytest.mark.parametrize(
     ("token", "words"),
     [
@@ -71,6 +72,7 @@ async def test_token_when_missing_or_wrong_then_refused_and_never_logged(
     assert SECRET not in caplog.text
 
 
+@pytest.mark.report("P82")
 async def test_token_when_it_lacks_the_role_then_the_call_is_refused(serving, draw, token_file) -> None:
     async with serving(token_file=token_file, security=ClientSecurity(token="only-rollouts")) as server:
         await server.client.info(DEADLINE_S)

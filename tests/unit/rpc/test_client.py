@@ -194,6 +194,7 @@ async def test_collect_until_when_the_deadline_passes_then_what_is_finished_is_g
         assert tokens == [3, 5], "also of the one that is lost"
 
 
+@pytest.mark.report("P75")
 async def test_generate_when_the_block_is_left_then_the_server_stops() -> None:
     rollout = Rollout(chunk(0, 5), "wait")
     async with served(rollout) as client:
@@ -216,14 +217,21 @@ async def test_generate_when_its_task_is_cancelled_then_the_server_stops() -> No
 
 
 @pytest.mark.report("P70")
-async def test_collect_when_a_message_is_larger_than_4_mib_then_it_passes() -> None:
-    long = list(range(10, 10 + 2 * 2**20))
+@pytest.mark.parametrize(("num_samples", "num_tokens"), [(1, 2 * 2**20), (16, 2**15)])
+async def test_collect_when_a_message_is_larger_than_4_mib_then_it_passes(
+    num_samples: int, num_tokens: int
+) -> None:
+    long = list(range(10, 10 + num_tokens))
     sampling = SamplingParams(
-        temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=len(long), stop_token_ids=(2,)
+        temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=num_tokens, stop_token_ids=(2,)
     )
-    async with served(Rollout(chunk(0, *long, finish_reason="length"))) as client:
-        (response,) = await client.collect(call(1, sampling=sampling), 30.0, ignore)
-    assert response.token_ids.tolist() == long
+    message = fleet_pb2.GenerateChunk()
+    for index in range(num_samples):
+        message.MergeFrom(chunk(index, *long, finish_reason="length"))
+    assert message.ByteSize() > 4 * 2**20
+    async with served(Rollout(message)) as client:
+        responses = await client.collect(call(num_samples, sampling=sampling), 30.0, ignore)
+    assert [response.token_ids.tolist() == long for response in responses] == [True] * num_samples
 
 
 async def test_info_when_nobody_listens_then_the_address_is_in_the_error() -> None:

@@ -103,6 +103,7 @@ def test_response_of_when_chunks_cross_an_update_then_versions_follow_each_other
     assert response.finish_reason == "stop"
 
 
+@pytest.mark.report("P34")
 def test_response_of_when_chunks_make_no_response_then_it_is_refused() -> None:
     with pytest.raises(ValueError, match="never fall"):
         codec.response_of([tokens(1, versions=(5,)), tokens(2, versions=(4,), finish_reason="stop")])

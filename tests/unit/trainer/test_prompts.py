@@ -45,6 +45,7 @@ def read(models: Path, *overrides: str, **task: object) -> Material:
     return read_material(config_of(models, *overrides, **task))
 
 
+@pytest.mark.report("P49")
 def test_prompts_when_longer_than_the_bound_then_are_left_out_and_counted(tiny_models: Path) -> None:
     params = {"min_numbers": 2, "max_numbers": 9}
     limits = ("task.max_prompt_tokens=10", "task.num_train=300", "task.num_heldout=100")
