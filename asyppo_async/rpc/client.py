@@ -51,12 +51,12 @@ class FleetClient:
         ping_interval_s: float = PING_INTERVAL_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> None:
-        """`silence_s`: `generate` gives up a server that says nothing for so long, tokens or life signs."""
+        """`silence_s`: calls that may last give up a server that says nothing for so long, answers or life signs."""
         self.address = address
         self.silence_s = silence_s
         self._connection = Connection(address, security, client_options(ping_interval_s, ping_timeout_s))
-        self._pulse = Pulse(self.watch, silence_s)
-        self.weights = WeightCalls(self._connection)
+        self._pulse = Pulse(address, self.watch, silence_s)
+        self.weights = WeightCalls(self._connection, self._pulse)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -229,7 +229,4 @@ class FleetClient:
         except asyncio.CancelledError:
             if not guarded.is_cut:
                 raise
-            raise FleetUnavailable(
-                f"server {self.address}: {what}: no sign of life for {self._pulse.silence_s:g} s; is it stopped or "
-                "cut off?"
-            ) from None
+            raise self._pulse.silence(what) from None

@@ -7,12 +7,12 @@ itself ran: a client that was held up does not take its own silence for the serv
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyppo_async.concurrency import beside
-from asyppo_async.errors import FleetError, RequestRejected
+from asyppo_async.errors import FleetError, FleetUnavailable, RequestRejected
 from asyppo_async.rpc.info import ServerInfo
 
 SILENCE_S = 10.0
@@ -29,19 +29,26 @@ class Cancellable(Protocol):
     def cancel(self) -> bool: ...
 
 
-class Guarded:
-    """One stream that ends when the server falls silent."""
+class UnaryCall(Cancellable, Awaitable[Any], Protocol):
+    """One that has a single answer."""
 
-    def __init__(self, stream: Cancellable) -> None:
-        self.stream = stream
+
+class Guarded:
+    """One call that ends when the server falls silent."""
+
+    def __init__(self, call: Cancellable) -> None:
+        self.call = call
         self.is_cut = False
 
 
 class Pulse:
     """`run` must run beside the calls; it opens nothing before the first of them."""
 
-    def __init__(self, watch: Callable[[float], AsyncGenerator[ServerInfo, None]], silence_s: float) -> None:
-        self.silence_s = silence_s
+    def __init__(
+        self, address: str, watch: Callable[[float], AsyncGenerator[ServerInfo, None]], silence_s: float
+    ) -> None:
+        self._address = address
+        self._silence_s = silence_s
         self.info: ServerInfo | None = None
         """What the server said of itself last."""
         self._watch = watch
@@ -55,24 +62,46 @@ class Pulse:
         self._silent_ticks = 0
 
     @contextmanager
-    def guarding(self, stream: Cancellable) -> Iterator[Guarded]:
-        """Cancel a stream when the server has been silent for too long; `is_cut` tells that from other ends."""
+    def guarding(self, call: Cancellable) -> Iterator[Guarded]:
+        """Cancel a call when the server has been silent for too long; `is_cut` tells that from other ends."""
         if not self._guarded:
             self.heard()  # while nobody waited it owed no word
         self._wanted.set()
-        guarded = Guarded(stream)
+        guarded = Guarded(call)
         self._guarded.add(guarded)
         try:
             yield guarded
         finally:
             self._guarded.discard(guarded)
 
+    async def answer(self, what: str, call: UnaryCall) -> Any:
+        """What a unary call gives.
+
+        Raises:
+            FleetUnavailable: the server fell silent before it answered.
+        """
+        with self.guarding(call) as guarded:
+            try:
+                return await call
+            except asyncio.CancelledError:
+                if not guarded.is_cut:
+                    raise
+                raise self.silence(what) from None
+
+    def silence(self, what: str) -> FleetUnavailable:
+        """The error of a call that was cut."""
+        failure = FleetUnavailable(
+            f"server {self._address}: {what}: no sign of life for {self._silence_s:g} s; is it stopped or cut off?"
+        )
+        failure.server = self._address
+        return failure
+
     async def run(self) -> None:
-        """Consumes: life signs. Produces: ends of guarded streams. Waits for: the first call, then time."""
+        """Consumes: life signs. Produces: ends of guarded calls. Waits for: the first call, then time."""
         await self._wanted.wait()
         async with beside(self._listen()):
             while True:
-                await asyncio.sleep(self.silence_s / _TICKS)
+                await asyncio.sleep(self._silence_s / _TICKS)
                 self._silent_ticks += 1
                 if self._silent_ticks > _TICKS and not self._is_blind:
                     self._cut()
@@ -80,12 +109,12 @@ class Pulse:
     def _cut(self) -> None:
         for guarded in self._guarded:
             guarded.is_cut = True
-            guarded.stream.cancel()
+            guarded.call.cancel()
 
     async def _listen(self) -> None:
         while True:
             try:
-                async with aclosing(self._watch(self.silence_s / _SIGNS)) as infos:
+                async with aclosing(self._watch(self._silence_s / _SIGNS)) as infos:
                     async for info in infos:
                         self.info = info
                         self.heard()

@@ -1,7 +1,6 @@
 """Many servers as one: choice, failure, refusal, names that change. Real servers and gRPC, scripted engines."""
 
 import asyncio
-import json
 import re
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from asyppo_async.rpc.dispatch import choose
 from asyppo_async.rpc.names import addresses_of, addresses_within
 from asyppo_async.rpc.pool import FleetPool
 from asyppo_async.types import SamplingParams
+from tests.integration.service.processes import scripted_server
 
 ROOT = Path(__file__).parents[3]
 SLOW = Script(delta_delay_s=0.03)
@@ -133,36 +133,29 @@ async def test_pool_when_a_server_freezes_then_its_calls_go_on_elsewhere_in_seco
     serving, model_folder: Path, tmp_path: Path
 ) -> None:
     """A real stopped process: no error comes from it, and its port still accepts connections."""
-    script = ROOT / "tests/unit/coordinator/scripted_server.py"
-    ready = tmp_path / "frozen.json"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, script, model_folder, ready, "0.05", stderr=subprocess.DEVNULL
-    )
-    try:
-        async with serving() as alive, asyncio.timeout(40):
-            while not ready.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            current = [f"127.0.0.1:{json.loads(ready.read_text())['port']}"]
+    async with (
+        serving() as alive,
+        scripted_server(model_folder, tmp_path / "frozen.json", 0.05) as (process, address),
+        asyncio.timeout(40),
+    ):
+        current = [address]
 
-            async def resolve(_: Sequence[str]) -> tuple[str, ...]:
-                return tuple(current)
+        async def resolve(_: Sequence[str]) -> tuple[str, ...]:
+            return tuple(current)
 
-            async with (
-                FleetPool(["dns:///f:1"], silence_s=0.5, look_every_s=0.1, resolve=resolve) as pool,
-                asyncio.TaskGroup() as tasks,
-            ):
-                arrived = asyncio.Event()
-                asked = tasks.create_task(ask(pool, on_tokens=lambda _: arrived.set()))
-                await arrived.wait()
-                current.append(alive.address)
-                process.send_signal(signal.SIGSTOP)
-                started_s = time.monotonic()
-                responses = await asked
-                assert [len(each.token_ids) for each in responses] == [40] * 2
-                assert time.monotonic() - started_s < 9 and pool.num_moves == 1
-    finally:
-        process.kill()
-        await process.wait()
+        async with (
+            FleetPool(["dns:///f:1"], silence_s=0.5, look_every_s=0.1, resolve=resolve) as pool,
+            asyncio.TaskGroup() as tasks,
+        ):
+            arrived = asyncio.Event()
+            asked = tasks.create_task(ask(pool, on_tokens=lambda _: arrived.set()))
+            await arrived.wait()
+            current.append(alive.address)
+            process.send_signal(signal.SIGSTOP)
+            started_s = time.monotonic()
+            responses = await asked
+            assert [len(each.token_ids) for each in responses] == [40] * 2
+            assert time.monotonic() - started_s < 9 and pool.num_moves == 1
 
 
 async def test_pool_when_a_name_changes_then_new_calls_follow_and_running_ones_finish(serving, until) -> None:

@@ -6,19 +6,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
 
 from asyppo_async.errors import FleetUnavailable
-from asyppo_async.rpc.calls import GenerateCall
+from asyppo_async.rpc.calls import GenerateCall, SessionPlace
 from asyppo_async.rpc.channel import server_options
 from asyppo_async.rpc.client import FleetClient
 from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
 from asyppo_async.types import SamplingParams
+from asyppo_async.weights.manifest import manifest_of_checkpoint
+from asyppo_async.weights.store import open_store
+from tests.integration.service.processes import scripted_server
 
 SILENCE_S = 0.4
 CALL = GenerateCall(
@@ -145,3 +149,56 @@ async def test_generate_when_its_task_is_cancelled_then_that_comes_out_as_itself
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
+
+
+@pytest.mark.report("P71")
+async def test_weight_calls_when_the_server_freezes_then_each_is_given_up_in_seconds(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Their deadlines are those of the work. What a server has begun ends so too, and what it never read."""
+    manifest = manifest_of_checkpoint(model_folder, "float32")
+    store, port = await asyncio.to_thread(open_store, "127.0.0.1", 2, 60.0)
+    place = SessionPlace(
+        run_id="run",
+        incarnation=0,
+        epoch=1,
+        rank=1,
+        world_size=2,
+        backend="gloo",
+        store_host="127.0.0.1",
+        store_port=port,
+        bucket_bytes=4096,
+        lease_s=60.0,
+    )
+    async with (
+        scripted_server(model_folder, tmp_path / "ready.json") as (process, address),
+        FleetClient(address, silence_s=SILENCE_S) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        weights = client.weights
+        opening = tasks.create_task(given_up(weights.open_session(place, manifest, 60.0)))
+        await asyncio.sleep(3 * SILENCE_S)
+        assert not opening.done(), "it waits for the other rank, and its life signs come"
+        process.send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        calls = {
+            "Stage": weights.stage(1, 1, 60.0),
+            "Commit": weights.commit(1, 1, (), "keep", 60.0),
+            "Probe": weights.probe(1, 1, [], [], CALL.sampling, 60.0),
+            "Verdict": weights.verdict(1, 1, True, 60.0),
+        }
+        asked = {name: tasks.create_task(given_up(call)) for name, call in calls.items()}
+        for name, task in {"OpenSession": opening, **asked}.items():
+            error = await task
+            assert str(error).startswith(f"server {address}: {name}: no sign of life for {SILENCE_S:g} s")
+            assert error.server == address, "a publication goes on without it"
+        assert time.monotonic() - stopped_s < 20
+        process.send_signal(signal.SIGCONT)
+        assert (await client.info(20.0)).state == "serving"
+    del store
+
+
+async def given_up(call: Coroutine[Any, Any, Any]) -> FleetUnavailable:
+    with pytest.raises(FleetUnavailable) as caught:
+        await call
+    return caught.value
