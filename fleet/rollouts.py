@@ -14,6 +14,7 @@ from asyppo_async.fleet.engine.protocol import (
     EngineRefused,
     SampleRequest,
 )
+from asyppo_async.fleet.outbox import Outbox
 from asyppo_async.fleet.queue import AdmissionQueue, Ticket
 from asyppo_async.fleet.update_state import UpdateState
 from asyppo_async.rpc.codec import FailureKind, SampleFailure
@@ -52,7 +53,7 @@ class RolloutCall:
     def __init__(self, floor: "RolloutFloor", draw: Draw) -> None:
         self._floor = floor
         self._draw = draw
-        self._outbox: asyncio.Queue[Outgoing | CallError] = asyncio.Queue()
+        self._outbox = Outbox(chunk_tokens=floor.chunk_tokens, chunk_s=floor.chunk_s)
         self._attempts: dict[int, _Attempt] = {}
         self._samples: dict[int, asyncio.Task[None]] = {}
         """Those that have not ended."""
@@ -62,7 +63,7 @@ class RolloutCall:
         return self._draw.request_id
 
     async def run(self, send: Callable[[list[Outgoing]], Awaitable[None]]) -> None:
-        """Sample, and send what is released, several samples' tokens in one message where they are there at once.
+        """Sample, and send what is released, in messages that the outbox cuts.
 
         Consumes: the engine's deltas. Produces: messages. Waits for: slots, tokens, verdicts, the client's reading.
 
@@ -82,6 +83,7 @@ class RolloutCall:
                 for sample in self._samples.values():
                     sample.cancel()
         finally:
+            self._outbox.close()
             for ticket in tickets:
                 self._floor.queue.leave(ticket)
         if failure is not None:
@@ -97,7 +99,7 @@ class RolloutCall:
 
     def end(self, error: CallError) -> None:
         """Send what is there and end the call with this error."""
-        self._outbox.put_nowait(error)
+        self._outbox.put(error)
 
     def recall_unstarted(self) -> list[str]:
         """Take back the samples of which no token has come yet; returns their engine ids, to be aborted."""
@@ -109,23 +111,19 @@ class RolloutCall:
     async def _forward(self, send: Callable[[list[Outgoing]], Awaitable[None]]) -> CallError | None:
         num_unfinished = self._draw.num_samples
         while num_unfinished > 0:
-            items = [await self._outbox.get()]
-            while not self._outbox.empty():
-                items.append(self._outbox.get_nowait())
-            ready = [item for item in items if not isinstance(item, CallError)]
-            if ready:
-                await send(ready)
+            items, failure = await self._outbox.take()
+            if items:
+                await send(items)
             num_unfinished -= sum(
-                isinstance(item, SampleFailed) or item.delta.end is not None for item in ready
+                isinstance(item, SampleFailed) or item.delta.end is not None for item in items
             )
-            for item in items:
-                if isinstance(item, CallError):
-                    return item
+            if failure is not None:
+                return failure
         return None
 
     def _fail(self, index: int, kind: FailureKind, message: str) -> None:
         failure = SampleFailure(kind=kind, message=message)
-        self._outbox.put_nowait(SampleFailed(sample_index=index, failure=failure))
+        self._outbox.put(SampleFailed(sample_index=index, failure=failure))
 
     def _too_long(self, index: int) -> str:
         num_begun = len(self._draw.begun.get(index, ()))
@@ -173,7 +171,7 @@ class RolloutCall:
                     raise EngineFault(f"request {attempt.engine_id} was aborted by the engine itself")
                 if delta.runs:
                     await self._floor.gate.wait(delta.runs[-1].label.load)
-                self._outbox.put_nowait(SampleDelta(sample_index=index, delta=delta))
+                self._outbox.put(SampleDelta(sample_index=index, delta=delta))
         return True
 
 
@@ -188,14 +186,18 @@ class RolloutFloor:
         state: UpdateState,
         gate: ReleaseGate,
         max_calls: int,
+        chunk_tokens: int,
+        chunk_s: float,
         heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`heard`: called whenever the engine delivers a token."""
+        """`heard`: called whenever the engine delivers a token; `chunk_tokens`, `chunk_s`: see `Outbox`."""
         self.engine = engine
         self.queue = queue
         self.state = state
         self.gate = gate
         self.heard = heard
+        self.chunk_tokens = chunk_tokens
+        self.chunk_s = chunk_s
         self._max_calls = max_calls
         self._calls: set[RolloutCall] = set()
         self._engine_ids = itertools.count()

@@ -122,6 +122,8 @@ async def _run(
         state=UpdateState(),
         gate=ReleaseGate(),
         max_calls=config.max_calls,
+        chunk_tokens=config.chunk_tokens,
+        chunk_s=config.chunk_s / 2,  # the other half is the engine's
         heard=service.watch.heard,
     )
     failure: str | None = None

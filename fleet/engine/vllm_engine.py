@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from asyppo_async.concurrency import beside
 from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import FleetError
 from asyppo_async.fleet.engine.protocol import (
@@ -25,6 +26,7 @@ from asyppo_async.fleet.engine.protocol import (
     StagedWeights,
     WeightsLabel,
 )
+from asyppo_async.fleet.engine.vllm_held_tokens import HeldTokens
 from asyppo_async.fleet.engine.vllm_meter import KvMeter
 from asyppo_async.fleet.engine.vllm_options import (
     engine_args,
@@ -64,7 +66,9 @@ async def open_vllm_engine(config: ServeConfig) -> AsyncIterator["VllmEngine"]:
         raise
     try:
         await engine.warm_up()
-        yield engine
+        # Half of the time is the outbox's.
+        async with beside(engine.held_tokens(config.chunk_s / 2).run()):
+            yield engine
     finally:
         await engine.stop_listening()
         await asyncio.shield(thread.run(engine.shutdown))
@@ -164,6 +168,9 @@ class VllmEngine:
                     yield _delta(
                         request.id, output.outputs[0], versions, with_kept=request.return_kept_tokens
                     )
+
+    def held_tokens(self, longest_s: float) -> HeldTokens:
+        return HeldTokens(self._llm.output_processor, longest_s)
 
     async def score(self, token_ids: Int32Array, *, request_id: str, cache_salt: str) -> Float32Array:
         stream = self._llm.generate(_prompt(token_ids, cache_salt), score_params(), request_id)

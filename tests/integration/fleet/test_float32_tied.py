@@ -56,7 +56,10 @@ def folder(make_model) -> Path:
 
 @pytest.fixture(scope="module")
 def server(start_server, folder: Path) -> Iterator[object]:
-    with start_server(folder, "--max-num-seqs", "18") as running:
+    # Tokens are handed over late and must not wait for that.
+    with start_server(
+        folder, *["--max-num-seqs", "18", "--stream-interval", "64", "--chunk-s", "0.1"]
+    ) as running:
         yield running
 
 
@@ -202,6 +205,14 @@ async def test_update_when_requests_wait_then_they_begin_without_old_kv(
     assert largest_gap(trainer.reference, prompt, waiting.result(), 1) < IN_FLIGHT_TOLERANCE
     for response in running.result():
         assert (np.diff(response.versions) >= 0).all()
+
+
+async def test_generate_when_an_interval_takes_long_then_its_tokens_do_not_wait_for_it(client) -> None:
+    call = call_of(*await served_run(client), prompt_of(5), 1, 400)
+    async with client.generate(call, DEADLINE_S) as stream:
+        sizes = [len(chunk.token_ids) async for chunk in stream]
+    assert sizes[0] == 1 and sum(sizes) == 400
+    assert any(size % 64 for size in sizes[1:-1]), sizes
 
 
 @pytest.mark.report("P75")

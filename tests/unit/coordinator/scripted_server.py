@@ -20,7 +20,9 @@ async def opened(_: ServeConfig) -> AsyncIterator[ScriptedEngine]:
 
 
 async def main() -> None:
-    config = ServeConfig(model=Path(sys.argv[1]), port=0, ready_file=Path(sys.argv[2]), max_num_seqs=16)
+    config = ServeConfig(
+        model=Path(sys.argv[1]), port=0, ready_file=Path(sys.argv[2]), max_num_seqs=16, chunk_s=0.05
+    )
     await serve(config, opened, StopSignal())
 
 

@@ -73,7 +73,8 @@ def serving(model_folder: Path, tmp_path: Path) -> Serving:
         ready = tmp_path / "ready.json"
         ready.unlink(missing_ok=True)
         config = ServeConfig.model_validate(
-            {"model": model_folder, "port": 0, "ready_file": ready, "drain_grace_s": 0.3} | settings
+            {"model": model_folder, "port": 0, "ready_file": ready, "drain_grace_s": 0.3, "chunk_s": 0.02}
+            | settings
         )
         engine = ScriptedEngine(script or Script())
 
