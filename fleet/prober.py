@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from asyppo_async.errors import WeightSyncError
 from asyppo_async.fleet.call_error import CallError
 from asyppo_async.fleet.engine.protocol import (
     Delta,
@@ -18,6 +20,11 @@ from asyppo_async.fleet.engine.protocol import (
     SampleRequest,
 )
 from asyppo_async.types import Float32Array, Int32Array, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_ROOM_AFTER_SHARE = 0.25
+"""Of the deadline: how long a probe waits for the running requests to leave it KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +75,18 @@ class Prober:
                     tasks.create_task(self._continue(ids, work.sampling, load, cache_salt, slots))
                     for ids in work.prompts
                 ]
-        except* (EngineRefused, EngineFault, EngineDead) as group:
+                room = tasks.create_task(self._make_room(work.deadline_s * _ROOM_AFTER_SHARE))
+                await asyncio.wait([*scores, *samples])
+                room.cancel()
+        except* (EngineRefused, EngineFault, EngineDead, WeightSyncError) as group:
             raise CallError("INTERNAL", f"the probe failed: {group.exceptions[0]}") from group
         return tuple(task.result() for task in scores), tuple(task.result() for task in samples)
+
+    async def _make_room(self, after_s: float) -> None:
+        """The engine takes KV from nobody for a request that waits, and those that run may need all of it for long."""
+        await asyncio.sleep(after_s)
+        logger.warning("the probe has waited for %.1f s: all running requests are put back for it", after_s)
+        await self._engine.make_room()
 
     async def _score(self, token_ids: Int32Array, cache_salt: str, slots: asyncio.Semaphore) -> Float32Array:
         async with slots:
@@ -85,7 +101,11 @@ class Prober:
         slots: asyncio.Semaphore,
     ) -> Delta:
         request = SampleRequest(
-            id=self._next_id(), prompt_token_ids=prompt, sampling=sampling, cache_salt=cache_salt
+            id=self._next_id(),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            goes_first=True,
         )
         async with slots, contextlib.aclosing(self._engine.generate(request)) as stream:
             deltas = [delta async for delta in stream]

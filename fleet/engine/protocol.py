@@ -70,6 +70,8 @@ class SampleRequest:
     """KV is shared between requests of the same salt only."""
     return_kept_tokens: bool = False
     return_routed_experts: bool = False
+    goes_first: bool = False
+    """Scheduled before all that waits in the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,11 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Int32Array, *, request_id: str, cache_salt: str) -> Float32Array:
-        """Log-prob of every token but the first at temperature 1, from one prefill: [len - 1]."""
+        """Log-prob of every token but the first at temperature 1, from one prefill: [len - 1]. It goes first."""
+        ...
+
+    async def make_room(self) -> None:
+        """Let all running requests wait, without KV, behind those that go first; they compute theirs again."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from asyppo_async.fleet.engine.protocol import (
 from asyppo_async.fleet.engine.scripted_worker import ScriptedWorker
 from asyppo_async.types import Float32Array, Int16Array, Int32Array, KeptTokens
 
-FaultPoint = Literal["verify", "pause", "load", "resume", "label", "score", "join", "begin", "finish"]
+FaultPoint = Literal["verify", "pause", "load", "resume", "label", "score", "join", "begin", "finish", "room"]
 
 MIXTURE = 999
 """`m` between the begin and the finish of a direct load: nothing of it may ever be seen."""
@@ -150,6 +150,9 @@ class ScriptedEngine:
         scores = np.full(len(token_ids) - 1, -1.0 - self._mark, dtype=np.float32)
         scores[self.skew_from :] += self.skew
         return scores
+
+    async def make_room(self) -> None:
+        self._visit("room", "room")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

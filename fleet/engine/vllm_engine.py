@@ -43,6 +43,8 @@ from asyppo_async.types import Float32Array, Int32Array, SamplingParams
 FIRST_LABEL = WeightsLabel(version=0, load=0)
 
 _WARM_UP_TOKENS = 8
+_FIRST = -1
+"""vLLM's priority of what goes first; that of all else is 0."""
 _SHUTDOWN_S = 15
 """vLLM's processes need several seconds to end on a busy machine, and are killed after this."""
 _ENDS: dict[str, EndOfSample] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -161,7 +163,9 @@ class VllmEngine:
             )
         versions = VersionReader(self._llm.output_processor, request.id)
         params = request_params(request.sampling, max_tokens, return_kept_tokens=request.return_kept_tokens)
-        stream = self._llm.generate(_prompt(request.prompt_token_ids, request.cache_salt), params, request.id)
+        prompt = _prompt(request.prompt_token_ids, request.cache_salt)
+        priority = _FIRST if request.goes_first else 0
+        stream = self._llm.generate(prompt, params, request.id, priority=priority)
         with self._translated(request.id):
             async with contextlib.aclosing(stream):
                 async for output in stream:
@@ -173,7 +177,8 @@ class VllmEngine:
         return HeldTokens(self._llm.output_processor, longest_s)
 
     async def score(self, token_ids: Int32Array, *, request_id: str, cache_salt: str) -> Float32Array:
-        stream = self._llm.generate(_prompt(token_ids, cache_salt), score_params(), request_id)
+        prompt = _prompt(token_ids, cache_salt)
+        stream = self._llm.generate(prompt, score_params(), request_id, priority=_FIRST)
         with self._translated(request_id):
             async with contextlib.aclosing(stream):
                 async for output in stream:
@@ -184,6 +189,10 @@ class VllmEngine:
         raise EngineFault(
             f"request {request_id} ended without a log-prob for each of its {len(token_ids)} tokens"
         )
+
+    async def make_room(self) -> None:
+        with worker_errors("make room"):
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._llm.abort(list(request_ids))

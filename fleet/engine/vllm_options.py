@@ -89,6 +89,7 @@ def engine_args(config: ServeConfig) -> Any:
         logprobs_mode="processed_logprobs",
         max_logprobs=max(1, config.max_kept_tokens),
         stream_interval=config.stream_interval,
+        scheduling_policy="priority",  # a probe goes before what waits; among the rest first come, first served
         disable_log_stats=False,  # how full the KV cache is, and vLLM's own metrics
         use_tqdm_on_load=False,
         enable_log_requests=False,

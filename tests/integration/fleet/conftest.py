@@ -34,6 +34,8 @@ from asyppo_async.weights.transfer import WeightGroup, send_tensors
 VOCAB_SIZE = 160
 KV_BLOCK_TOKENS = 128
 MAX_MODEL_LEN = 1024
+KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * 4
+"""Of the model below in float32: layers, keys and values, heads, head size, bytes."""
 START_S = 240.0
 DEADLINE_S = 60.0
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -2,7 +2,8 @@
 
 Prints one JSON line: the mean gap (nats) of fixed sequences against transformers at the start; after an update with
 the cure of the tied head switched off, and with it; after an update that was begun and aborted; and after a repeat of
-one that broke between the q and the k projection of a layer.
+one that broke between the q and the k projection of a layer. Then of responses that were put back, all their KV gone,
+for a sequence of full length, and how many of them had ended when it was scored.
 """
 
 import asyncio
@@ -19,16 +20,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import WeightSyncError
-from asyppo_async.fleet.engine.protocol import StagedWeights, WeightsLabel
+from asyppo_async.fleet.engine.protocol import Delta, SampleRequest, StagedWeights, WeightsLabel
 from asyppo_async.fleet.engine.vllm_engine import VllmEngine
 from asyppo_async.fleet.engine.vllm_meter import KvMeter
 from asyppo_async.fleet.engine.vllm_options import engine_args, prepare_environment
 from asyppo_async.fleet.host_memory import HostMemory
 from asyppo_async.fleet.update_state import RunIdentity
+from asyppo_async.types import Float32Array, Int32Array, SamplingParams
 from asyppo_async.weights.manifest import manifest_of_checkpoint
 from asyppo_async.weights.probe import compare, fixed_sequences
 
 RUN = RunIdentity(run_id="faults", incarnation=0)
+MAX_MODEL_LEN = 512
+KV_GIB = 6 * 128 * 4 * 2 * 2 * 32 * 4 / 2**30
+"""Blocks, tokens in one, layers, keys and values, heads, head size, bytes. One block is vLLM's own."""
 
 
 class Faults:
@@ -65,13 +70,51 @@ def staged(folder: Path, model: PreTrainedModel) -> StagedWeights:
 
 async def gap(engine: VllmEngine, model: PreTrainedModel, name: str) -> float:
     mine, theirs = [], []
-    for index, sequence in enumerate(fixed_sequences(0, 160, 128, 512)):
+    for index, sequence in enumerate(fixed_sequences(0, 160, 128, MAX_MODEL_LEN)):
         mine.append(await engine.score(sequence, request_id=f"{name}-{index}", cache_salt=name))
-        ids = torch.from_numpy(sequence.astype(np.int64))[None]
-        with torch.no_grad():
-            logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-        theirs.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy())
+        theirs.append(logprobs_of(model, sequence))
     return compare(np.concatenate(mine), np.concatenate(theirs)).mean
+
+
+def logprobs_of(model: PreTrainedModel, sequence: Int32Array) -> Float32Array:
+    ids = torch.from_numpy(sequence.astype(np.int64))[None]
+    with torch.no_grad():
+        logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+async def put_back(engine: VllmEngine, model: PreTrainedModel) -> tuple[float, int]:
+    """Three responses need more KV than there is, and the sequence four fifths of it."""
+    prompt = np.arange(20, dtype=np.int32)
+    sampling = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=490, stop_token_ids=()
+    )
+    responses: list[list[Delta]] = [[], [], []]
+    begun = [asyncio.Event() for _ in responses]
+
+    async def respond(index: int) -> None:
+        request = SampleRequest(
+            id=f"put-back-{index}", prompt_token_ids=prompt, sampling=sampling, cache_salt=str(index)
+        )
+        async for delta in engine.generate(request):
+            responses[index].append(delta)
+            begun[index].set()
+
+    responding = [asyncio.create_task(respond(index)) for index in range(3)]
+    for each in begun:
+        await each.wait()
+    sequence = np.arange(MAX_MODEL_LEN - 1, dtype=np.int32) % 160
+    scoring = asyncio.create_task(engine.score(sequence, request_id="long", cache_salt="long"))
+    await asyncio.sleep(0.01)
+    await engine.make_room()
+    mine, theirs = [await scoring], [logprobs_of(model, sequence)]
+    num_ended = sum(task.done() for task in responding)
+    await asyncio.gather(*responding)
+    for deltas in responses:
+        mine.append(np.concatenate([delta.logprobs for delta in deltas]))
+        whole = np.concatenate([prompt, *(delta.token_ids for delta in deltas)])
+        theirs.append(logprobs_of(model, whole)[len(prompt) - 1 :])
+    return compare(np.concatenate(mine), np.concatenate(theirs)).mean, num_ended
 
 
 def scale(model: PreTrainedModel) -> None:
@@ -91,7 +134,9 @@ async def main(folder: Path) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    config = ServeConfig(model=folder, max_num_seqs=4, num_threads=1, max_model_len=512)
+    config = ServeConfig(
+        model=folder, max_num_seqs=4, num_threads=1, max_model_len=MAX_MODEL_LEN, kv_cache_gib=KV_GIB
+    )
     prepare_environment(config)
     args = replace(engine_args(config), worker_extension_cls=f"{Path(__file__).stem}.Faults")
     llm = AsyncLLM.from_engine_args(args)
@@ -129,6 +174,7 @@ async def main(folder: Path) -> None:
         await engine.resume()
         await update(engine, weights, 4)
         gaps["repeated"] = await gap(engine, model, "repeated")
+        gaps["put back"], gaps["ended"] = await put_back(engine, model)
         print(json.dumps(gaps), flush=True)
     finally:
         await engine.stop_listening()

@@ -16,6 +16,7 @@ from asyppo_async.weights.probe import long_sequence
 from asyppo_async.weights.transfer import send_tensors
 from tests.integration.fleet.conftest import (
     DEADLINE_S,
+    KV_BYTES_PER_TOKEN,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     Trainer,
@@ -26,6 +27,8 @@ from tests.integration.fleet.sharpness import bound_of, gaps_with_one_scaled, on
 
 FLOOR = 1e-5
 PROMPT = np.arange(3, 20, dtype=np.int32)
+KV_GIB = str(5120 * KV_BYTES_PER_TOKEN / 2**30)
+"""Five sequences of full length: eight running ones have to give way to one another."""
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +40,7 @@ def folder(make_model) -> Path:
 
 @pytest.fixture(scope="module")
 def server(start_server, folder: Path) -> Iterator[object]:
-    with start_server(folder, "--max-num-seqs", "10") as running:
+    with start_server(folder, "--max-num-seqs", "10", "--kv-cache-gib", KV_GIB) as running:
         yield running
 
 
@@ -77,6 +80,12 @@ async def requests_beside(client: FleetClient, run_id: str) -> AsyncIterator[lis
         left.set()
 
 
+async def until_kv_is_full(client: FleetClient) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (await client.info(DEADLINE_S)).kv_cache_usage < 0.95:  # noqa: ASYNC110  another process
+            await asyncio.sleep(0.05)
+
+
 async def state_of(client: FleetClient) -> str:
     return (await client.info(DEADLINE_S)).state
 
@@ -99,7 +108,7 @@ async def test_direct_when_requests_run_then_they_go_on_under_the_new_weights(
         assert checksums is not None and len(checksums.tensors) == len(trainer.manifest.tensors)
 
 
-async def test_probe_when_a_sequence_fills_the_model_beside_running_requests_then_it_is_scored_all_the_same(
+async def test_probe_when_running_requests_hold_all_kv_then_a_sequence_that_fills_the_model_is_scored(
     client, folder, open_trainer
 ) -> None:
     """One place is left to the token that an engine generates with a prompt's log-probs."""
@@ -108,6 +117,7 @@ async def test_probe_when_a_sequence_fills_the_model_beside_running_requests_the
         await trainer.publish(0)
         trainer.reference.perturb(4)
         async with requests_beside(client, "long") as seen:  # in every slot that the probe leaves
+            await until_kv_is_full(client)
             await trainer.commit(1, await trainer.stage(1))
             scored, _ = await trainer.probe(1, long=[long])
             assert scored.num_tokens == 1 + 16 + 128 + len(long) - 1

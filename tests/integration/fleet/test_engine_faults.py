@@ -49,3 +49,10 @@ def test_update_when_repeated_after_it_broke_between_q_and_k_then_nothing_of_the
 ) -> None:
     assert "broken" in gaps
     assert gaps["repeated"] < FLOOR
+
+
+def test_make_room_when_running_responses_hold_all_kv_then_a_probe_goes_before_them_and_they_go_on(
+    gaps: dict[str, float],
+) -> None:
+    assert gaps["ended"] == 0
+    assert gaps["put back"] < FLOOR
