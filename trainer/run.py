@@ -92,7 +92,9 @@ class Run:
         """Run to the last step, or until `stop`; whether the last step was reached."""
         life, summary = self._life, self.recorder.summary
         version = self._core.version
-        with open_trackers(self._config, life.folder.path, version) as self.recorder.trackers:
+        with open_trackers(
+            self._config, life.folder.path, life.identity.run_id, version
+        ) as self.recorder.trackers:
             async with open_parts(
                 self._config,
                 self._material,

@@ -1,5 +1,6 @@
 """Where the rows of a run go besides its folder's JSONL: TensorBoard and Weights & Biases."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -7,6 +8,9 @@ from typing import Protocol
 
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.errors import ConfigError
+
+_NOT_IN_AN_ID = r"[/\\#?%:]"
+"""Characters that Weights & Biases refuses there."""
 
 
 class Tracker(Protocol):
@@ -35,12 +39,13 @@ class Trackers:
 
 
 @contextmanager
-def open_trackers(config: TrainConfig, folder: Path, version: int = 0) -> Iterator[Trackers]:
+def open_trackers(config: TrainConfig, folder: Path, run_id: str, version: int = 0) -> Iterator[Trackers]:
     """The sinks of `[tracking]`; what they hold is written out when the block is left.
 
     Args:
         config: Of the run.
         folder: Of the run.
+        run_id: The run's own, the same over its resumes: Weights & Biases goes on with the run of that id.
         version: That the run goes on from; TensorBoard hides what it was told of later ones.
 
     Raises:
@@ -51,7 +56,7 @@ def open_trackers(config: TrainConfig, folder: Path, version: int = 0) -> Iterat
         if config.tracking.tensorboard:
             trackers.append(stack.enter_context(_tensorboard(folder / "tensorboard", version)))
         if config.tracking.wandb != "off":
-            trackers.append(stack.enter_context(_wandb(config, folder)))
+            trackers.append(stack.enter_context(_wandb(config, folder, run_id)))
         yield Trackers(tuple(trackers))
 
 
@@ -76,7 +81,7 @@ def _tensorboard(folder: Path, version: int) -> Iterator[Tracker]:
 
 
 class _Wandb:
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, run_id: str) -> None:
         try:
             import wandb
         except ImportError:
@@ -89,6 +94,8 @@ class _Wandb:
         try:
             self.run = wandb.init(
                 project=config.tracking.wandb_project,
+                id=re.sub(_NOT_IN_AN_ID, "-", run_id),
+                resume="allow",
                 name=config.run.name,
                 dir=str(folder),
                 mode=mode,
@@ -104,8 +111,8 @@ class _Wandb:
 
 
 @contextmanager
-def _wandb(config: TrainConfig, folder: Path) -> Iterator[Tracker]:
-    tracker = _Wandb(config, folder)
+def _wandb(config: TrainConfig, folder: Path, run_id: str) -> Iterator[Tracker]:
+    tracker = _Wandb(config, folder, run_id)
     tracker.run.define_metric("version")
     tracker.run.define_metric("*", step_metric="version")
     try:

@@ -21,7 +21,7 @@ def config_with(*overrides: str) -> TrainConfig:
 
 
 def test_tensorboard_gets_the_numbers_at_their_version(tmp_path: Path) -> None:
-    with open_trackers(config_with(), tmp_path) as trackers:
+    with open_trackers(config_with(), tmp_path, "x-1") as trackers:
         trackers.log(ROW, 3)
         trackers.log({"accuracy": 0.5}, 4, prefix="evaluation/")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -34,10 +34,10 @@ def test_tensorboard_gets_the_numbers_at_their_version(tmp_path: Path) -> None:
 
 def test_wandb_when_offline_leaves_a_run_to_sync(tmp_path: Path) -> None:
     config = config_with("tracking.wandb=offline", "tracking.tensorboard=false", "run.name=x")
-    with open_trackers(config, tmp_path) as trackers:
+    with open_trackers(config, tmp_path, "a/x:1") as trackers:
         trackers.log(ROW, 3)
         run = wandb.run
-        assert run is not None and run.name == "x" and run.config["run"]["name"] == "x"
+        assert run is not None and run.name == "x" and run.id == "a-x-1" and run.config["run"]["name"] == "x"
     wandb.teardown()  # its own process writes the file, at the latest when it ends
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"reward/mean" in file.read_bytes()
@@ -50,5 +50,8 @@ def test_wandb_when_it_cannot_start_is_a_config_error(
     monkeypatch.setenv("WANDB_API_KEY", "")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:1")
     config = config_with("tracking.wandb=online", "tracking.tensorboard=false")
-    with pytest.raises(ConfigError, match="Weights & Biases did not start"), open_trackers(config, tmp_path):
+    with (
+        pytest.raises(ConfigError, match="Weights & Biases did not start"),
+        open_trackers(config, tmp_path, "x-1"),
+    ):
         pass
