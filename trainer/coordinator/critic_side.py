@@ -75,7 +75,7 @@ class CriticSide:
             return {}
         token = np.zeros(1, dtype=np.int32)
         sequences = concatenate_sequences([(prompt.token_ids, token) for prompt in prompts])
-        values = (await self._forward(sequences, step, trace)).mean(axis=0)
+        values = (await self._forward(sequences, step, trace, phase="critic_scoring")).mean(axis=0)
         return {prompt.id: float(value) for prompt, value in zip(prompts, values, strict=True)}
 
     async def train(
@@ -106,11 +106,13 @@ class CriticSide:
             ]
         return tuple(result.result() for result in results)
 
-    async def _forward(self, sequences: TokenSequences, step: int, trace: Trace) -> NDArray[np.float32]:
+    async def _forward(
+        self, sequences: TokenSequences, step: int, trace: Trace, phase: str = "critic_forward"
+    ) -> NDArray[np.float32]:
         request = CriticForward(sequences=sequences)
 
         async def of(critic: Critic) -> Float32Array:
-            with trace.span("critic_forward", step):
+            with trace.span(phase, step):
                 return (await critic.forward(request)).values
 
         async with asyncio.TaskGroup() as tasks:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Protocol
 
+from asyppo_async.concurrency import together
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.metrics import Metrics, merge
 from asyppo_async.trainer.coordinator.batch import Batch, batch_of
@@ -127,7 +128,9 @@ class TrainingLoop:
         self._meter.begins(batch)
         with self._waits.waiting("loop", f"the worker groups, step {batch.step}"):
             result = await self._runner.run(batch, trace, lambda: self._batch_ahead(stop))
-            await self._inform_selection(result, trace)
+            self._end_step_of_selection(result)
+            if self._is_due:
+                await self._score(result, trace)  # what a checkpoint keeps of the sampler has it
         async with self._changed:
             report = self._core.end_step(time.monotonic(), token_use(result))
             self._rollouts.forget(report.news.fates)
@@ -185,8 +188,8 @@ class TrainingLoop:
         self._batches[chosen.step] = batch
         return batch
 
-    async def _inform_selection(self, result: StepResult, trace: Trace) -> None:
-        """Tell the sampler that a step has ended, and score what it will consider next."""
+    def _end_step_of_selection(self, result: StepResult) -> None:
+        """Tell the sampler that a step has ended."""
         if self._selection is None:
             return
         steps = () if result.actor is None else result.actor.steps
@@ -194,24 +197,29 @@ class TrainingLoop:
             for group in result.batch.groups:
                 self._selection.record(group)
         self._selection.end_step(sum(not step.skipped for step in steps))
+
+    async def _score(self, result: StepResult, trace: Trace) -> None:
+        """Have the critics score what is considered next; nothing is admitted on the new version before."""
+        if self._selection is None:
+            return
         prompts = [self._rollouts.prompt(prompt_id) for prompt_id in self._selection.upcoming()]
         self._selection.score(await self._runner.start_values(prompts, result.batch.step, trace))
 
     async def _publish(self, result: StepResult, trace: Trace) -> Publication | None:
-        """Send the new weights, or only their number where no byte changed."""
+        """Send the new weights, or only their number where no byte changed; candidates are scored meanwhile."""
         version = self._core.version
         with self._waits.waiting("loop", f"the evaluation that holds publication {version}"):
             await self._pinning.before_publication()
         changed = result.actor is not None and any(not step.skipped for step in result.actor.steps)
-        publication: Publication | None
+        send: Callable[[int], Coroutine[None, None, Publication | None]] = (
+            self._publisher.publish if changed else self._publisher.set_version
+        )
+        beside = [] if self._is_due else [self._score(result, trace)]
         with (
             self._waits.waiting("loop", f"publication of version {version}"),
             trace.span("publication", result.batch.step),
         ):
-            if changed:
-                publication = await self._publisher.publish(version)
-            else:
-                publication = await self._publisher.set_version(version)
+            publication, *_ = await together(send(version), *beside)
         async with self._changed:
             self._core.served(version)
             self._changed.notify_all()

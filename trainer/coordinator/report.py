@@ -18,7 +18,7 @@ from asyppo_async.trainer.coordinator.measures.updates import clip_series, updat
 from asyppo_async.trainer.coordinator.step import StepResult
 from asyppo_async.trainer.coordinator.trace import Trace
 
-PHASES = ("actor_forward", "actor_train", "critic_forward", "critic_train", "arithmetic")
+PHASES = ("actor_forward", "actor_train", "critic_forward", "critic_train", "critic_scoring", "arithmetic")
 
 
 def token_use(result: StepResult) -> TokenUse:

@@ -14,6 +14,7 @@ PHASES = {
     "actor_forward": "actor forward",
     "critic_forward": "critic forward",
     "critic_train": "critic training",
+    "critic_scoring": "scoring candidates",
     "arithmetic": "arithmetic",
     "actor_train": "actor training",
     "publication": "publication",

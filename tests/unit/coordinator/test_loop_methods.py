@@ -5,7 +5,7 @@ As in `test_loop`: real loop, rollouts, core (checked after every transition) an
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -29,6 +29,12 @@ from asyppo_async.trainer.coordinator.step import StepRunner
 from asyppo_async.trainer.coordinator.step_record import StepRecord
 from asyppo_async.trainer.coordinator.waits import LoopLag, Waits
 from asyppo_async.trainer.run_core import decision_settings
+from asyppo_async.trainer.worker.messages import (
+    ActorForward,
+    ActorForwardResult,
+    CriticForward,
+    CriticForwardResult,
+)
 from asyppo_async.types import FinishReason, Group, Prompt, Response
 from tests.unit.coordinator.test_loop import SAMPLING, ScriptedFleet, ScriptedGroup, ScriptedPublisher
 
@@ -103,7 +109,13 @@ def configured(preset: str, *overrides: str, group_size: int = 2) -> TrainConfig
 
 
 async def looped(
-    config: TrainConfig, rewards: RewardPool, selection: SelectingSampler | None, table: PromptTable
+    config: TrainConfig,
+    rewards: RewardPool,
+    selection: SelectingSampler | None,
+    table: PromptTable,
+    *,
+    critics: tuple[ScriptedGroup, ...] | None = None,
+    publisher_of: Callable[[ScriptedFleet], ScriptedPublisher] = ScriptedPublisher,
 ) -> tuple[DecisionCore, list[StepRecord]]:
     """The loop from the first step to the last, fed as `Run` feeds it."""
     core = DecisionCore(
@@ -137,8 +149,9 @@ async def looped(
         waits=waits,
         on_group=on_group,
     )
-    critics = tuple(ScriptedGroup() for _ in range(config.critic.count))
-    publisher = ScriptedPublisher(fleet)
+    if critics is None:
+        critics = tuple(ScriptedGroup() for _ in range(config.critic.count))
+    publisher = publisher_of(fleet)
     records: list[StepRecord] = []
     loop = TrainingLoop(
         config=config,
@@ -231,3 +244,58 @@ async def test_outcomes_of_groups_that_are_not_trained_count_for_the_sampler_unl
         assert len(choice.told) >= len(trained) + core.counts().filtered and trained < set(choice.told)
     else:
         assert set(choice.told) == trained
+
+
+class WatchedCritic(ScriptedGroup):
+    """Scores candidates once a publication has begun, and lets it end before."""
+
+    def __init__(self, selection: SelectingSampler, published: asyncio.Event) -> None:
+        self._selection = selection
+        self._published = published
+        self.considered_meanwhile: list[int] = []
+
+    async def forward(
+        self, request: ActorForward | CriticForward
+    ) -> ActorForwardResult | CriticForwardResult:
+        if set(request.sequences.response_lengths.tolist()) == {1}:
+            await self._published.wait()
+            before = self._selection.num_considered
+            await asyncio.sleep(0.05)
+            self.considered_meanwhile.append(self._selection.num_considered - before)
+            self._published.clear()
+        return await super().forward(request)
+
+
+class WatchedPublisher(ScriptedPublisher):
+    """Tells when a publication begins."""
+
+    def __init__(self, fleet: ScriptedFleet, published: asyncio.Event) -> None:
+        super().__init__(fleet)
+        self._published = published
+
+    async def set_version(self, version: int) -> None:
+        self._published.set()
+        await super().set_version(version)
+
+
+async def test_candidates_when_a_step_has_ended_then_they_are_scored_beside_its_publication(
+    rewards: RewardPool,
+) -> None:
+    config = configured("s3ac", "staleness.max_staleness=0")
+    table, published = PromptTable(config.selection), asyncio.Event()
+    selection = open_selection(config, IDS, table)
+    assert selection is not None
+    critic = WatchedCritic(selection, published)
+    _, records = await looped(
+        config,
+        rewards,
+        selection,
+        table,
+        critics=(critic,),
+        publisher_of=lambda fleet: WatchedPublisher(fleet, published),
+    )
+    assert critic.considered_meanwhile == [0] * STEPS, "nothing is admitted on the new version before"
+    for record in records:
+        (scoring,) = (span for span in record.trace.spans if span.phase == "critic_scoring")
+        (publication,) = (span for span in record.trace.spans if span.phase == "publication")
+        assert publication.start_s <= scoring.start_s <= scoring.end_s <= publication.end_s
