@@ -94,6 +94,25 @@ def calibration_bins(
     )
 
 
+def calibration_by_position(
+    values: Tensor, correct: Tensor, lengths: Tensor, *, num_parts: int = 10
+) -> tuple[tuple[CalibrationBin, ...], ...]:
+    """`calibration_bins` of the values along the response: of V(s_0), of V at 1 / num_parts of it, ...
+
+    Part k's value is that before token floor(k T / num_parts).
+
+    Args:
+        values: [T].
+        correct: [B] bool.
+        lengths: [B], all at least 1; where a response has fewer tokens than parts, some parts share a token.
+        num_parts: (deciles)
+    """
+    starts = segment_starts(lengths)
+    return tuple(
+        calibration_bins(values[starts + part * lengths // num_parts], correct) for part in range(num_parts)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueByOutcome:
     """Mean value over the tokens of right and of wrong responses."""

@@ -4,10 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 
 from asyppo_async.trainer.report.figures import bars, heat, laid_out, lines
 from asyppo_async.trainer.report.run_data import Row, RunData
 
+KINDS = ("count", "predicted", "observed")
+Bin = tuple[float, float, float]
+"""Responses, their mean prediction and their success rate."""
 TENTHS = [f"{tenth * 10}-{tenth * 10 + 10} %" for tenth in range(10)]
 
 
@@ -18,6 +22,16 @@ def critic_figures(run: RunData) -> Iterator[tuple[str, str, go.Figure]]:
         "Calibration of V(s_0)",
         "Observed against predicted success rate, first and last tenth of the run; on the diagonal a critic is right.",
         _calibration(run, {"first tenth": first, "last tenth": last}),
+    )
+    yield (
+        "Calibration of V along the response",
+        "Observed against predicted success rate at each decile of the response, last tenth of the run.",
+        _calibration_by_decile(last),
+    )
+    yield (
+        "Calibration error along the response",
+        "Mean distance of observed from predicted success rate, over tenths of the prediction, at each decile.",
+        _calibration_error(first, last),
     )
     yield (
         "Value along the response",
@@ -90,14 +104,45 @@ def _calibration(run: RunData, parts: Mapping[str, Sequence[Row]]) -> go.Figure:
     figure = go.Figure()
     for critic in sorted({name.split("/")[0] for name in run.names("critic_", "/calibration_count")}):
         for words, rows in parts.items():
-            points = [_bin(rows, critic, tenth) for tenth in range(10)]
-            known = [point for point in points if point is not None]
+            bins = _bins([[_list(row, f"{critic}/calibration_{kind}") for kind in KINDS] for row in rows])
+            _add_curve(figure, bins, f"{critic.replace('_', ' ')}, {words}")
+    return _with_diagonal(figure)
+
+
+def _calibration_by_decile(rows: Sequence[Row]) -> go.Figure:
+    figure = go.Figure()
+    for decile, bins in enumerate(_decile_bins(rows)):
+        shade = sample_colorscale("Viridis", decile / 9)[0]
+        _add_curve(figure, bins, f"V at {decile * 10} %", {"color": shade})
+    return _with_diagonal(figure)
+
+
+def _calibration_error(first: Sequence[Row], last: Sequence[Row]) -> go.Figure:
+    figure = go.Figure()
+    for words, rows in (("first tenth", first), ("last tenth", last)):
+        errors = [_error(bins) for bins in _decile_bins(rows)]
+        if any(error is not None for error in errors):
             figure.add_scatter(
-                x=[point[0] for point in known],
-                y=[point[1] for point in known],
-                name=f"{critic.replace('_', ' ')}, {words}",
-                mode="lines+markers",
+                x=[f"{decile * 10} %" for decile in range(10)], y=errors, name=words, mode="lines+markers"
             )
+    figure.update_yaxes(rangemode="tozero")
+    return laid_out(figure, "of the response")
+
+
+def _add_curve(
+    figure: go.Figure, bins: Sequence[Bin], name: str, line: Mapping[str, str] | None = None
+) -> None:
+    if bins:
+        figure.add_scatter(
+            x=[predicted for _, predicted, _ in bins],
+            y=[observed for _, _, observed in bins],
+            name=name,
+            mode="lines+markers",
+            line=line,
+        )
+
+
+def _with_diagonal(figure: go.Figure) -> go.Figure:
     if figure.data:
         figure.add_scatter(
             x=[0, 1], y=[0, 1], mode="lines", line={"color": "#bbb", "dash": "dot"}, showlegend=False
@@ -105,18 +150,42 @@ def _calibration(run: RunData, parts: Mapping[str, Sequence[Row]]) -> go.Figure:
     return laid_out(figure, "predicted")
 
 
-def _bin(rows: Sequence[Row], critic: str, tenth: int) -> tuple[float, float] | None:
-    """Predicted and observed success in one tenth of the prediction, over all responses of the rows."""
-    count = predicted = observed = 0.0
-    for row in rows:
-        counts, means, shares = (
-            _list(row, f"{critic}/calibration_{kind}") for kind in ("count", "predicted", "observed")
-        )
-        if counts and counts[tenth]:
-            count += counts[tenth]
-            predicted += counts[tenth] * means[tenth]
-            observed += counts[tenth] * shares[tenth]
-    return (predicted / count, observed / count) if count else None
+def _decile_bins(rows: Sequence[Row]) -> list[list[Bin]]:
+    """Of each decile of the response."""
+    kept = [[_list(row, f"calibration_by_decile_{kind}") for kind in KINDS] for row in rows]
+    full = [kinds for kinds in kept if all(kinds)]
+    return [_bins([[of_kind[decile] for of_kind in kinds] for kinds in full]) for decile in range(10)]
+
+
+def _bins(steps: Sequence[Sequence[Sequence[float]]]) -> list[Bin]:
+    """Over all responses of several steps, of each of which there are `KINDS` by tenth of the prediction."""
+    found = []
+    for tenth in range(10):
+        known = [
+            (counts[tenth], predicted[tenth], observed[tenth])
+            for counts, predicted, observed in steps
+            if counts and counts[tenth]
+        ]
+        total = sum(count for count, _, _ in known)
+        if total:
+            found.append(
+                (
+                    total,
+                    sum(count * predicted for count, predicted, _ in known) / total,
+                    sum(count * observed for count, _, observed in known) / total,
+                )
+            )
+    return found
+
+
+def _error(bins: Sequence[Bin]) -> float | None:
+    """Expected calibration error: mean over responses of |observed - predicted| of their bin."""
+    total = sum(count for count, _, _ in bins)
+    return (
+        sum(count * abs(predicted - observed) for count, predicted, observed in bins) / total
+        if total
+        else None
+    )
 
 
 def _along(first: Sequence[Row], last: Sequence[Row]) -> go.Figure:

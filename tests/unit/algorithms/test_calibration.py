@@ -14,6 +14,7 @@ from asyppo_async.algorithms.breakdowns import (
 from asyppo_async.algorithms.calibration import (
     brier_score,
     calibration_bins,
+    calibration_by_position,
     critic_agreement,
     explained_variance_by_length,
     explained_variance_by_position,
@@ -92,6 +93,19 @@ def test_calibration_bins_when_values_reach_the_ends_then_all_counted():
     bins = calibration_bins(torch.tensor([-1.5, -1.0, 0.62, 1.0, 1.2]), torch.tensor([0, 0, 1, 1, 0]).bool())
     assert [b.count for b in bins] == [2, 0, 0, 0, 0, 0, 0, 0, 1, 2]
     assert (bins[8].predicted, bins[8].observed, bins[9].observed) == pytest.approx((0.81, 1.0, 0.5))
+
+
+def test_calibration_by_position_when_values_change_along_the_response_then_bins_of_each_part():
+    # Two responses of four tokens and one of one, which is at the beginning of every part.
+    values = torch.tensor([0.0, 0.2, 0.6, 1.0, 0.0, -0.2, -0.6, -1.0, 0.5])
+    parts = calibration_by_position(
+        values, torch.tensor([True, False, True]), torch.tensor([4, 4, 1]), num_parts=4
+    )
+    counts = [[b.count for b in part] for part in parts]
+    assert counts[0] == [0, 0, 0, 0, 0, 2, 0, 1, 0, 0] and parts[0][5].observed == 0.5
+    assert counts[3] == [1, 0, 0, 0, 0, 0, 0, 1, 0, 1]
+    assert (parts[3][0].observed, parts[3][9].observed, parts[3][9].predicted) == (0.0, 1.0, 1.0)
+    assert parts[2][8].predicted == pytest.approx(0.8)
 
 
 def test_probability_scores_when_ties_exist_then_brier_and_auc():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.report.critic_charts import critic_figures
 from asyppo_async.trainer.report.figures import smoothed
 from asyppo_async.trainer.report.page import write_report
 from asyppo_async.trainer.report.run_data import read_run
@@ -27,6 +28,9 @@ def a_row(version: int) -> dict[str, object]:
         "critic_0/explained_variance_used": 0.1,
         "critic_1/explained_variance_used": -0.2,
         **{f"critic_0/{part}_{kind}": 1.5 for part in ("head", "backbone") for kind in ("norm", "grad_norm")},
+        "calibration_by_decile_count": [[8.0, 2.0, *[0.0] * 8]] * 9 + [[0.0] * 10],
+        "calibration_by_decile_predicted": [[0.05, 0.15, *[None] * 8]] * 10,
+        "calibration_by_decile_observed": [[0.05, 0.65, *[None] * 8]] * 10,
         "value_std/p50": 0.3,
         "tokens/trained": 90.0,
         "tokens/rejected": 10.0,
@@ -106,6 +110,19 @@ def test_report_holds_every_section_and_needs_no_network(folder: Path) -> None:
     assert "server <b>gone</b>" in page.text, "the error is shown as it was said"
     for words in ("generated 600 100.00%", "trained 450 75.00%", "rejected 50 8.33%", "in flight 100 16.67%"):
         assert words in " ".join(page.text.split())
+
+
+def test_critic_page_when_a_decile_has_no_response_leaves_it_out_and_weighs_errors_by_responses(
+    folder: Path,
+) -> None:
+    figures = {title: figure for title, _, figure in critic_figures(read_run(folder))}
+    curves = figures["Calibration of V along the response"].data
+    assert [curve.name for curve in curves[:-1]] == [f"V at {decile * 10} %" for decile in range(9)]
+    assert list(curves[0].x) == pytest.approx([0.05, 0.15]) and list(curves[0].y) == pytest.approx(
+        [0.05, 0.65]
+    )
+    errors = figures["Calibration error along the response"].data[0].y
+    assert errors[0] == pytest.approx(0.2 * 0.5) and errors[9] is None
 
 
 def test_report_when_a_response_holds_markup_shows_it_as_text(folder: Path) -> None:

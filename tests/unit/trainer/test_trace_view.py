@@ -73,6 +73,8 @@ def test_record_of_a_step_counts_ages_from_the_critics_version_and_names_masked_
         responses = len(result.batch.lengths)
         assert record["critic_age_histogram_responses"] == [0.0] * version + [float(responses)]
         assert len(record["value_of_right_by_tenth"]) == 10  # type: ignore[arg-type]
+        counts = record["calibration_by_decile_count"]
+        assert [sum(decile) for decile in counts] == [responses] * 10  # type: ignore[attr-defined]
         masked = sum(count for _, count in record["tokens_masked"])  # type: ignore[attr-defined]
         assert (masked > 0) == (preset == "asyppo")
     none, _, _ = open_run(shrunk("grpo"))

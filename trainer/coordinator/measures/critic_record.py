@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyppo_async.algorithms.calibration import mean_by_position
+from asyppo_async.algorithms.calibration import calibration_by_position, mean_by_position
 from asyppo_async.algorithms.packed import spread
 from asyppo_async.trainer.coordinator.step import StepResult
 
@@ -28,6 +28,8 @@ def critic_record(result: StepResult, decode: Callable[[Sequence[int]], str]) ->
 
     `critic_age_histogram_responses`: responses by (critics' version - version of their oldest token).
     `value_of_right_by_tenth`, `..wrong..`: mean value over the critics in each tenth of right and wrong responses.
+    `calibration_by_decile_count`, `.._predicted`, `.._observed`: for each decile of the response, for each tenth of the
+    success rate that the mean over the critics predicts there: responses, their mean prediction, their success rate.
     `tokens_masked`, `tokens_filtered`: most frequent tokens that AsyPPO's masks chose, with their counts.
     """
     if not len(result.values):
@@ -41,6 +43,7 @@ def critic_record(result: StepResult, decode: Callable[[Sequence[int]], str]) ->
     right = spread(torch.from_numpy(batch.correct), lengths)
     ranked = result.decisions.masks.ranking
     masks = result.decisions.std_masks
+    bins = calibration_by_position(values, torch.from_numpy(batch.correct), lengths, num_parts=NUM_TENTHS)
     return {
         "critic_version": version,
         "critic_age_histogram_responses": np.bincount(version - oldest).astype(float).tolist(),
@@ -48,6 +51,12 @@ def critic_record(result: StepResult, decode: Callable[[Sequence[int]], str]) ->
         "value_of_wrong_by_tenth": list(
             mean_by_position(values, lengths, num_parts=NUM_TENTHS, valid=~right)
         ),
+        **{
+            f"calibration_by_decile_{kind}": [
+                [float(getattr(one, kind)) for one in decile] for decile in bins
+            ]
+            for kind in ("count", "predicted", "observed")
+        },
         "tokens_masked": _frequent(result, (ranked & ~masks.advantage_keep).numpy(), decode),
         "tokens_filtered": _frequent(result, (ranked & ~masks.entropy_keep).numpy(), decode),
     }
