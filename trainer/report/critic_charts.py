@@ -18,21 +18,7 @@ TENTHS = [f"{tenth * 10}-{tenth * 10 + 10} %" for tenth in range(10)]
 def critic_figures(run: RunData) -> Iterator[tuple[str, str, go.Figure]]:
     """Title, note and figure of each chart; figures without data are left out by the caller."""
     first, last = ends_of(run.steps)
-    yield (
-        "Calibration of V(s_0)",
-        "Observed against predicted success rate, first and last tenth of the run; on the diagonal a critic is right.",
-        _calibration(run, {"first tenth": first, "last tenth": last}),
-    )
-    yield (
-        "Calibration of V along the response",
-        "Observed against predicted success rate at each decile of the response, last tenth of the run.",
-        _calibration_by_decile(last),
-    )
-    yield (
-        "Calibration error along the response",
-        "Mean distance of observed from predicted success rate, over tenths of the prediction, at each decile.",
-        _calibration_error(first, last),
-    )
+    yield from _calibrations(run, first, last)
     yield (
         "Value along the response",
         "Mean value in each tenth of right and of wrong responses, first and last tenth of the run.",
@@ -84,6 +70,26 @@ def critic_figures(run: RunData) -> Iterator[tuple[str, str, go.Figure]]:
             f"Most frequent tokens {words}, first and last tenth of the run, share of all that are.",
             _tokens(first, last, f"tokens_{key}"),
         )
+
+
+def _calibrations(
+    run: RunData, first: Sequence[Row], last: Sequence[Row]
+) -> Iterator[tuple[str, str, go.Figure]]:
+    yield (
+        "Calibration of V(s_0)",
+        "Observed against predicted success rate, first and last tenth of the run; on the diagonal a critic is right.",
+        _calibration(run, {"first tenth": first, "last tenth": last}),
+    )
+    yield (
+        "Calibration of V along the response",
+        "Observed against predicted success rate at each decile of the response, last tenth of the run.",
+        _calibration_by_decile(last),
+    )
+    yield (
+        "Calibration error along the response",
+        "Mean distance of observed from predicted success rate, over tenths of the prediction, at each decile.",
+        _calibration_error(first, last),
+    )
 
 
 def ends_of(steps: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
