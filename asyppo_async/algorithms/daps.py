@@ -5,13 +5,21 @@
     a   = a_min + (1 - a_min) 4 p (1 - p)
     a_eff = (1 - q) + q a,   q = clamp((step - uniform_steps) / ramp_steps, 0, 1)
 
+Beyond the paper, each off at strength 0, the constants follow the critics' disagreement s = std over critics of V(s_0).
+Where they disagree a prompt is tried although it looks certain, their guess weighs less, and outcomes are forgotten
+sooner:
+
+    a_min(s) = a_min + (1 - a_min) min(1, c_floor s)
+    n_c(s)   = n_c / (1 + c_prior s)
+    decay(s) = decay^(1 + c_decay s)
+
 A candidate is drawn uniformly *with replacement*, scored, and accepted with probability a_eff; the resulting
 distribution is proportional to a_eff. (Training each prompt once per epoch would cancel the selection.) Every
 decision is a hash of seed and draw number, so a resumed run decides alike.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyppo_async.algorithms.seeded import seeded_integer, seeded_uniform
@@ -38,12 +46,21 @@ class OutcomeCounts:
         if not 0 < decay <= 1:
             raise ValueError(f"the decay of outcome counts lies in (0, 1], got {decay}")
         self._decay = decay
+        self._decays: dict[str, float] = {}
+        """Of prompts that have another."""
         self._step = 0
         self._counts = {entry.prompt_id: (entry.successes, entry.trials, 0) for entry in outcomes}
 
     def advance(self) -> None:
         """A trainer step begins: S, N <- decay S, decay N for all prompts, seen or not."""
         self._step += 1
+
+    def set_decay(self, prompt_id: str, decay: float) -> None:
+        """From now on the counts of this prompt decay by another factor a step."""
+        now = self.of(prompt_id)
+        if now.trials > 0:
+            self._counts[prompt_id] = (now.successes, now.trials, self._step)
+        self._decays[prompt_id] = decay
 
     def add(self, prompt_id: str, *, successes: float, trials: float) -> None:
         """Count real outcomes (binary verdicts), also of responses that are later dropped or filtered."""
@@ -57,13 +74,13 @@ class OutcomeCounts:
     def of(self, prompt_id: str) -> PromptOutcomes:
         """Counts of a prompt now; zeros if it was never tried."""
         successes, trials, step = self._counts.get(prompt_id, (0.0, 0.0, self._step))
-        factor = self._decay ** (self._step - step)
+        factor = self._decays.get(prompt_id, self._decay) ** (self._step - step)
         return PromptOutcomes(prompt_id=prompt_id, successes=successes * factor, trials=trials * factor)
 
     def copy(self) -> "OutcomeCounts":
         """As of now, whatever is counted later: quick, so that `snapshot` of it can be made elsewhere."""
         other = OutcomeCounts(decay=self._decay)
-        other._step, other._counts = self._step, self._counts.copy()
+        other._step, other._counts, other._decays = self._step, self._counts.copy(), self._decays.copy()
         return other
 
     def snapshot(self) -> tuple[PromptOutcomes, ...]:
@@ -130,6 +147,31 @@ class DapsSettings:
     """(40)"""
     ramp_steps: int
     """(80)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """How strongly the critics' std about V(s_0) moves each constant; 0: not at all."""
+
+    floor: float = 0.0
+    """c_floor"""
+    prior: float = 0.0
+    """c_prior"""
+    decay: float = 0.0
+    """c_decay"""
+
+    def settings_at(self, settings: DapsSettings, std: float) -> DapsSettings:
+        """a_min(s) and n_c(s)."""
+        least = settings.minimum_acceptance
+        return replace(
+            settings,
+            minimum_acceptance=least + (1 - least) * min(1.0, self.floor * std),
+            prior_trials=settings.prior_trials / (1 + self.prior * std),
+        )
+
+    def decay_at(self, decay: float, std: float) -> float:
+        """decay(s)"""
+        return float(decay ** (1 + self.decay * std))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

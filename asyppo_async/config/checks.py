@@ -227,6 +227,13 @@ def _selection(config: TrainConfig) -> Rules:
             "selection.prompts = 'greso' looks at groups without variance, and batch.group_size is 1",
         ),
         (
+            (selection.floor_by_std, selection.prior_by_std, selection.decay_by_std) != (0, 0, 0)
+            and (selection.prompts != "daps" or config.critic.count < 2),
+            "selection.floor_by_std, prior_by_std and decay_by_std let DAPS follow the disagreement of critics: they "
+            "need selection.prompts = 'daps' and two critics; these are "
+            f"{selection.prompts!r} and {config.critic.count}",
+        ),
+        (
             selection.spo_factor_min > selection.spo_factor_max,
             f"selection.spo_factor_min = {selection.spo_factor_min} exceeds spo_factor_max = "
             f"{selection.spo_factor_max}",

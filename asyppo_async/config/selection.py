@@ -26,6 +26,13 @@ class SelectionSection(Section):
     """DAPS's n_c: how many outcomes the critics' guess is worth."""
     decay: float = Field(default=0.99, gt=0, le=1)
     """DAPS: of all counts, once a training step and before new outcomes are added."""
+    floor_by_std: float = Field(default=0.0, ge=0)
+    """DAPS, beyond the paper: c of a_min(s) = a_min + (1 - a_min) min(1, c s), with s the critics' standard deviation
+    of V(s_0), at most 1: a prompt on which they disagree is tried although it looks certain."""
+    prior_by_std: float = Field(default=0.0, ge=0)
+    """Likewise of n_c(s) = n_c / (1 + c s): where critics disagree their guess weighs less against outcomes."""
+    decay_by_std: float = Field(default=0.0, ge=0)
+    """Likewise of decay(s) = decay^(1 + c s): where critics disagree outcomes are forgotten sooner."""
     uniform_steps: int = Field(default=40, ge=0)
     """DAPS accepts every candidate for so many steps ..."""
     ramp_steps: int = Field(default=80, ge=0)

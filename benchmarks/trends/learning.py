@@ -166,7 +166,8 @@ class TinyRun:
             steps = () if result.actor is None else result.actor.steps
             self._selection.end_step(sum(not step.skipped for step in steps))
             wanted = [self._by_id[prompt_id] for prompt_id in self._selection.upcoming()]
-            self._selection.score(await self._runner.start_values(wanted, batch.step, trace))
+            found = await self._runner.critics.start_values(wanted, batch.step, trace)
+            self._selection.score(found.means, found.stds)
         self.step += 1
         return result, step_metrics(result, trace)
 

@@ -1,5 +1,6 @@
 """What every choice among prompts answers, keeps and counts, and the verdict on a group."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +34,7 @@ class ChoiceState:
     probabilities: GresoProbabilities | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
     epoch: int = 0
+    stds: dict[str, float] = field(default_factory=dict)
 
 
 class Choice(Protocol):
@@ -42,6 +44,10 @@ class Choice(Protocol):
     """Candidates ahead whose V(s_0) the choice wants to know."""
 
     def consider(self, number: int, prompt_id: str) -> Considered: ...
+
+    def note_stds(self, stds: Mapping[str, float]) -> None:
+        """The critics' standard deviation of V(s_0) of prompts, as of now."""
+        ...
 
     def record(self, group: Group) -> None:
         """A group came back with its verdicts."""

@@ -35,6 +35,15 @@ class CriticValues:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartValues:
+    """V(s_0) of prompts by id, over the critics."""
+
+    means: dict[str, float]
+    stds: dict[str, float]
+    """Population; 0 for one critic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticPart:
     """What the critics gave for one batch."""
 
@@ -69,14 +78,18 @@ class CriticSide:
         """[M, N] of responses that are of no batch."""
         return await self._forward(sequences, -1, trace)
 
-    async def start_values(self, prompts: Sequence[Prompt], step: int, trace: Trace) -> dict[str, float]:
-        """V(s_0) of prompts by id, the mean over critics: the value before a first token, whatever that is."""
+    async def start_values(self, prompts: Sequence[Prompt], step: int, trace: Trace) -> StartValues:
+        """V(s_0) of prompts by id: the value before a first token, whatever that is."""
         if not prompts:
-            return {}
+            return StartValues(means={}, stds={})
         token = np.zeros(1, dtype=np.int32)
         sequences = concatenate_sequences([(prompt.token_ids, token) for prompt in prompts])
-        values = (await self._forward(sequences, step, trace, phase="critic_scoring")).mean(axis=0)
-        return {prompt.id: float(value) for prompt, value in zip(prompts, values, strict=True)}
+        values = await self._forward(sequences, step, trace, phase="critic_scoring")
+        ids = [prompt.id for prompt in prompts]
+        return StartValues(
+            means=dict(zip(ids, values.mean(axis=0).tolist(), strict=True)),
+            stds=dict(zip(ids, values.std(axis=0).tolist(), strict=True)),
+        )
 
     async def train(
         self, batch: Batch, trace: Trace, values: NDArray[np.float32] | None, trained: NDArray[np.bool_]

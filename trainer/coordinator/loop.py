@@ -203,7 +203,8 @@ class TrainingLoop:
         if self._selection is None:
             return
         prompts = [self._rollouts.prompt(prompt_id) for prompt_id in self._selection.upcoming()]
-        self._selection.score(await self._runner.start_values(prompts, result.batch.step, trace))
+        found = await self._runner.critics.start_values(prompts, result.batch.step, trace)
+        self._selection.score(found.means, found.stds)
 
     async def _publish(self, result: StepResult, trace: Trace) -> Publication | None:
         """Send the new weights, or only their number where no byte changed; candidates are scored meanwhile."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from asyppo_async.algorithms.daps import (
     DapsDecision,
     DapsSettings,
+    Disagreement,
     OutcomeCounts,
     critic_probability,
     decide,
@@ -43,24 +44,40 @@ class DapsChoice:
     decisions: list[DapsDecision] = field(default_factory=list)
     """Since the last `metrics`."""
     _counts: OutcomeCounts = field(init=False)
+    _stds: dict[str, float] = field(default_factory=dict)
     _step: int = 0
 
     def __post_init__(self) -> None:
         self._counts = OutcomeCounts(decay=self.section.decay)
 
+    @property
+    def _by_std(self) -> Disagreement:
+        section = self.section
+        return Disagreement(
+            floor=section.floor_by_std, prior=section.prior_by_std, decay=section.decay_by_std
+        )
+
+    def note_stds(self, stds: Mapping[str, float]) -> None:
+        if self._by_std == Disagreement():
+            return
+        self._stds.update(stds)
+        for prompt_id, std in stds.items():
+            self._counts.set_decay(prompt_id, self._by_std.decay_at(self.section.decay, std))
+
     def consider(self, number: int, prompt_id: str) -> Considered:
+        settings = DapsSettings(
+            prior_trials=self.section.prior_trials,
+            minimum_acceptance=self.section.minimum_acceptance,
+            uniform_steps=self.section.uniform_steps,
+            ramp_steps=self.section.ramp_steps,
+        )
         decision = decide(
             self.seed,
             number,
             self._counts.of(prompt_id),
             self.scores.get(prompt_id, 0.0),
             self._step,
-            DapsSettings(
-                prior_trials=self.section.prior_trials,
-                minimum_acceptance=self.section.minimum_acceptance,
-                uniform_steps=self.section.uniform_steps,
-                ramp_steps=self.section.ramp_steps,
-            ),
+            self._by_std.settings_at(settings, self._stds.get(prompt_id, 0.0)),
         )
         self.decisions.append(decision)
         return Considered(
@@ -94,14 +111,15 @@ class DapsChoice:
 
     def frozen(self) -> "DapsChoice":
         other = copy(self)
-        other._counts = self._counts.copy()
+        other._counts, other._stds = self._counts.copy(), self._stds.copy()
         return other
 
     def state(self) -> ChoiceState:
-        return ChoiceState(outcomes=self._counts.snapshot(), step=self._step)
+        return ChoiceState(outcomes=self._counts.snapshot(), step=self._step, stds=self._stds)
 
     def restore(self, state: ChoiceState) -> None:
         self._counts = OutcomeCounts(decay=self.section.decay, outcomes=state.outcomes)
+        self.note_stds(state.stds)
         self._step = state.step
 
 
@@ -120,6 +138,9 @@ class SpoChoice:
             acceptance=weight,
             success_estimate=self.table.value_of(prompt_id),
         )
+
+    def note_stds(self, stds: Mapping[str, float]) -> None:
+        pass
 
     def record(self, group: Group) -> None:
         """The estimator updates the table, in the order of training."""
@@ -170,6 +191,9 @@ class PclChoice:
             acceptance=float(taken),
             success_estimate=None if value is None else critic_probability(value),
         )
+
+    def note_stds(self, stds: Mapping[str, float]) -> None:
+        pass
 
     def record(self, group: Group) -> None:
         pass
@@ -225,6 +249,9 @@ class GresoChoice:
             acceptance=1 - self._greso.skip_probability(prompt_id),
             success_estimate=None,
         )
+
+    def note_stds(self, stds: Mapping[str, float]) -> None:
+        pass
 
     def record(self, group: Group) -> None:
         right, size = num_correct(group), len(group.trajectories)

@@ -101,9 +101,10 @@ class SelectingSampler:
         numbers = range(self._num_considered, self._num_considered + self._choice.num_scored)
         return tuple(dict.fromkeys(self.candidate(number) for number in numbers))
 
-    def score(self, start_values: Mapping[str, float]) -> None:
-        """V(s_0) of prompts, the mean over critics, as of now."""
+    def score(self, start_values: Mapping[str, float], stds: Mapping[str, float] | None = None) -> None:
+        """V(s_0) of prompts as of now: the mean over critics, and their standard deviation where it is known."""
         self._scores.update(start_values)
+        self._choice.note_stds(stds or {})
         self._scored_at.update(dict.fromkeys(start_values, self._num_steps))
 
     def record(self, group: Group) -> None:

@@ -8,7 +8,7 @@ critic_ahead  post, with the critics already on the batch of step v + 1 while th
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.staleness import token_bound
 from asyppo_async.trainer.coordinator.trace import Trace
 from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult, ActorTrain, TrainResult
-from asyppo_async.types import BoolArray, Float32Array, Prompt
+from asyppo_async.types import BoolArray, Float32Array
 
 BatchAhead = Callable[[], Awaitable[Batch | None]]
 """Waits for the batch of the next step; None if there is none."""
@@ -98,7 +98,7 @@ class StepRunner:
         """
         self._config = config
         self._actor = actor
-        self._critics = CriticSide(config, critics)
+        self.critics = CriticSide(config, critics)
         self.table = table or PromptTable(config.selection)
         self.memory = memory or StepMemory()
         self._ahead: tuple[int, CriticPart] | None = None
@@ -109,10 +109,6 @@ class StepRunner:
     def is_ahead(self) -> bool:
         """Whether the critics have trained on a batch that the actor has not seen: no state to save."""
         return self._ahead is not None
-
-    async def start_values(self, prompts: Sequence[Prompt], step: int, trace: Trace) -> dict[str, float]:
-        """V(s_0) of prompts by id, for the sampler."""
-        return await self._critics.start_values(prompts, step, trace)
 
     async def run(self, batch: Batch, trace: Trace, batch_ahead: BatchAhead) -> StepResult:
         """One step by the configured schedule.
@@ -150,14 +146,14 @@ class StepRunner:
 
     async def _pre(self, batch: Batch, trace: Trace) -> StepResult:
         async with asyncio.TaskGroup() as tasks:
-            values_task = tasks.create_task(self._critics.values(batch, trace))
+            values_task = tasks.create_task(self.critics.values(batch, trace))
             proximal_task = tasks.create_task(self._proximal(batch, trace))
         values, proximal = values_task.result(), proximal_task.result()
         decisions = await self._decide(batch, trace, values, proximal)
         async with asyncio.TaskGroup() as tasks:
             actor_task = tasks.create_task(self._train_actor(batch, trace, decisions, proximal))
             critic_task = tasks.create_task(
-                self._critics.train(batch, trace, values.of_tokens, decisions.masks.value.numpy())
+                self.critics.train(batch, trace, values.of_tokens, decisions.masks.value.numpy())
             )
         critic_part = CriticPart(values_before=values.of_tokens, values=values, results=critic_task.result())
         return self._result(batch, critic_part, proximal, decisions, actor_task.result())
@@ -194,15 +190,15 @@ class StepRunner:
             or proximal is not None
             or before_serves
         )
-        before = await self._critics.values(batch, trace) if needs_values else None
+        before = await self.critics.values(batch, trace) if needs_values else None
         trained = np.ones(batch.sequences.num_response_tokens, dtype=np.bool_)
         if proximal is not None and before is not None:
             trained = (await self._decide(batch, trace, before, proximal)).masks.value.numpy()
         old = None if before is None else before.of_tokens
-        results = await self._critics.train(batch, trace, old, trained)
+        results = await self.critics.train(batch, trace, old, trained)
         values = before if before_serves else None
         return CriticPart(
-            values_before=old, values=values or await self._critics.values(batch, trace), results=results
+            values_before=old, values=values or await self.critics.values(batch, trace), results=results
         )
 
     async def _proximal(self, batch: Batch, trace: Trace) -> Proximal:

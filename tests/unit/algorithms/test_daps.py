@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from asyppo_async.algorithms.daps import (
     DapsSettings,
+    Disagreement,
     OutcomeCounts,
     PromptOutcomes,
     acceptance,
@@ -46,6 +47,31 @@ def test_estimates_when_counts_and_critic_are_mixed_then_golden(golden, check):
     check(accepted, golden["daps_a"])
     check([a / sum(accepted) for a in accepted], golden["daps_sampling_dist"])
     check(sum(accepted) / 5, golden["daps_accept_expected_per_candidate"])
+
+
+def test_constants_when_critics_disagree_then_more_floor_less_prior_and_shorter_memory():
+    disagreement = Disagreement(floor=0.5, prior=2.0, decay=3.0)
+    assert (
+        Disagreement().settings_at(SETTINGS, 0.8) == SETTINGS and Disagreement().decay_at(0.99, 0.8) == 0.99
+    )
+    moved = disagreement.settings_at(SETTINGS, 0.5)
+    assert moved.minimum_acceptance == pytest.approx(0.1 + 0.9 * 0.25)
+    assert moved.prior_trials == pytest.approx(3 / 2)
+    assert disagreement.decay_at(0.99, 0.5) == pytest.approx(0.99**2.5)
+    assert Disagreement(floor=4.0).settings_at(SETTINGS, 1.0).minimum_acceptance == 1.0
+
+
+def test_counts_when_one_prompt_decays_faster_then_only_from_then_on_and_only_it():
+    counts = OutcomeCounts(decay=0.9)
+    for prompt in ("sure", "unsure"):
+        counts.add(prompt, successes=1, trials=2)
+    counts.advance()
+    counts.set_decay("unsure", 0.5)
+    counts.advance()
+    copied = counts.copy()
+    assert [counts.of(prompt).trials for prompt in ("sure", "unsure")] == pytest.approx([2 * 0.81, 2 * 0.45])
+    copied.advance()
+    assert copied.of("unsure").successes == pytest.approx(0.45 / 2)
 
 
 def test_ramp_when_steps_pass_then_golden(golden, check):

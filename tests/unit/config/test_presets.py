@@ -97,6 +97,8 @@ def test_s3ac_is_mask_only_in_log_space_with_values_from_before(preset: str) -> 
             "has not seen the response",
         ),
         ("s3ac", ("algorithm.advantage_values=post",), "trains them beside the actor"),
+        ("s3ac", ("selection.decay_by_std=1", "critic.count=1"), "disagreement of critics"),
+        ("asyppo", ("selection.floor_by_std=1",), "disagreement of critics"),
         ("asyppo", ("algorithm.value_aggregation=confidence", "critic.data=shared"), "has not seen"),
         ("ppo_asymmetric", ("algorithm.estimator=evpo",), "from before they saw the batch"),
         ("ppo", ("algorithm.advantage_mask_share=0.2",), "use two critics or set both shares to 0"),

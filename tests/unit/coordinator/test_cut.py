@@ -235,6 +235,7 @@ def selection(prompts: str) -> tuple[SelectingSampler, PromptTable]:
             "selection.ramp_steps=2",
             "selection.pcl_candidates=2",
             "batch.prompts=3",
+            *(f"selection.{part}_by_std=5" for part in ("prior", "decay") if prompts == "daps"),
         ],
     )
     table = PromptTable(config.selection)
@@ -256,7 +257,10 @@ def test_selection_restored_decides_as_the_one_that_was_saved(tmp_path: Path, pr
             table._try(trajectory.prompt.id, 1.0)
         table.advance(0.01)
         sampler.end_step(2)
-        sampler.score({f"p{index}": 0.3 * index - 0.5 for index in range(4)})
+        sampler.score(
+            {f"p{index}": 0.3 * index - 0.5 for index in range(4)},
+            {f"p{index}": 0.2 * index for index in range(4)},
+        )
     considered = sampler.num_considered
     cut = a_cut(table=table.copy(), selection=sampler.freeze())
     ahead = [sampler.next_candidate() for _ in range(40)]

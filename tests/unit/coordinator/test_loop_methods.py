@@ -5,7 +5,7 @@ As in `test_loop`: real loop, rollouts, core (checked after every transition) an
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import numpy as np
 import pytest
@@ -217,6 +217,9 @@ class CountingChoice:
 
     def consider(self, number: int, prompt_id: str) -> Considered:
         return Considered(accepted=True, acceptance=1.0, success_estimate=None)
+
+    def note_stds(self, stds: Mapping[str, float]) -> None:
+        pass
 
     def record(self, group: Group) -> None:
         self.told.append(group.draw_id)

@@ -66,6 +66,19 @@ def test_daps_accepts_everything_at_first_and_then_by_value_and_history() -> Non
     assert 0.74 < share < 0.94
 
 
+def test_daps_when_critics_disagree_about_a_certain_prompt_tries_it_all_the_same() -> None:
+    sampler = opened(
+        "critic.count=2",
+        "selection.uniform_steps=0",
+        "selection.ramp_steps=0",
+        "selection.minimum_acceptance=0",
+        "selection.floor_by_std=0.5",
+    )
+    sampler.score(dict.fromkeys(IDS, 1.0), {"p0": 1.0, "p1": 0.0})
+    accepted = accepted_of(sampler, 4000)
+    assert set(accepted) == {"p0"} and 0.4 < accepted["p0"] / 400 < 0.6
+
+
 def test_daps_counts_its_candidates_by_the_success_that_it_expects() -> None:
     sampler = opened("selection.uniform_steps=0", "selection.ramp_steps=0", "selection.minimum_acceptance=1")
     sampler.score({prompt: 1.0 if prompt == "p0" else -0.5 for prompt in IDS})
