@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 import torch
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.trainer.worker.memory import forget_peak, peak_bytes
 from asyppo_async.trainer.worker.messages import ActorTrain, MiniBatches
 from asyppo_async.trainer.worker.model import silence_transformers

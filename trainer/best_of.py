@@ -64,7 +64,12 @@ def best_of_config(folder: Path, overrides: Sequence[str]) -> TrainConfig:
     trained = [f"actor.model={folder / 'model'}", f"critic.model={folder / 'critics'}"]
     config = load_config(folder / "config.toml", [*trained, *overrides])
     run = {"name": f"{config.run.name}-best-of", "overwrite": True}
-    return config.model_copy(update={"run": config.run.model_copy(update=run)})
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update=run),
+            "critic": config.critic.without_own_models(),  # the trained ones lie in one folder
+        }
+    )
 
 
 async def best_of(config: TrainConfig, search: Search, on_phase: Callable[[str], None]) -> BestOf:

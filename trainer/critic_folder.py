@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from asyppo_async.config.critic import CriticSection
 from asyppo_async.errors import ConfigError
 
 HEAD_FILE = "value_head.safetensors"
@@ -11,6 +12,18 @@ HEAD_FILE = "value_head.safetensors"
 def critic_name(index: int) -> str:
     """Of the folder of one critic of several."""
     return f"critic-{index}"
+
+
+def critic_folders(critic: CriticSection) -> list[Path]:
+    """The folder of each critic.
+
+    Raises:
+        ConfigError: A critic has no model, or its model holds critics, and not this one.
+    """
+    models = [critic.of(index).model for index in range(critic.count)]
+    if None in models:
+        raise ConfigError(f"critic.model is missing, and critic.count is {critic.count}")
+    return [critic_folder(model, index) for index, model in enumerate(models) if model is not None]
 
 
 def critic_folder(model: Path, index: int) -> Path:

@@ -13,7 +13,7 @@ from asyppo_async.fingerprint import ModelIdentity, model_identity
 from asyppo_async.tasks.protocol import TaskSpec
 from asyppo_async.tasks.stated import CLOSED, OPENED
 from asyppo_async.trainer.coordinator.mixed_sampler import TaskShare
-from asyppo_async.trainer.critic_folder import critic_folder
+from asyppo_async.trainer.critic_folder import critic_folders
 from asyppo_async.trainer.prompts import TaskPrompts, check_answers, interleaved, read_prompts, task_specs
 from asyppo_async.types import Prompt, SamplingParams
 
@@ -87,12 +87,9 @@ def read_material(config: TrainConfig) -> Material:
     """
     check_model_folder(config.actor.model, "actor.model")
     identity = model_identity(config.actor.model)
-    if config.critic.model is not None:
-        for folder in sorted(
-            {critic_folder(config.critic.model, index) for index in range(config.critic.count)}
-        ):
-            check_model_folder(folder, "critic.model")
-            _check_critic(folder, config.actor.model, identity)
+    for folder in sorted(set(critic_folders(config.critic))):
+        check_model_folder(folder, "critic.model")
+        _check_critic(folder, config.actor.model, identity)
     tokenizer = load_tokenizer(config.actor.model)
     max_prompt_tokens = _max_prompt_tokens(config, identity)
     specs = task_specs(config.task, config.run.seed)

@@ -68,7 +68,19 @@ def _critics(config: TrainConfig) -> Rules:
             f"algorithm.estimator = {algorithm.estimator!r} does not read the {critic.count} critics, and nothing else "
             "does; use critic.count = 0",
         ),
-        (critic.count > 0 and critic.model is None, "critic.model is missing, and critic.count is not 0"),
+        (
+            critic.each != () and len(critic.each) != critic.count,
+            f"critic.each describes {len(critic.each)} critics, and critic.count is {critic.count}: one entry for each",
+        ),
+        (
+            len(critic.each) == critic.count
+            and any(critic.of(index).model is None for index in range(critic.count)),
+            "critic.model is missing, and critic.count is not 0",
+        ),
+        (
+            critic.count > 0 and critic.model is None and not critic.each,
+            "critic.model is missing, and critic.count is not 0",
+        ),
     ]
 
 

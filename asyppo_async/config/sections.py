@@ -8,13 +8,12 @@ from pydantic import Field
 from asyppo_async.config.algorithm import AlgorithmSection
 from asyppo_async.config.base import PositiveSeconds, Section, Share
 from asyppo_async.config.checkpoint import CheckpointSection
+from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.failures import FailuresSection
 from asyppo_async.config.learner import LearnerSection
 from asyppo_async.config.pool import PoolSection, PretrainSection
 from asyppo_async.config.selection import SelectionSection
 from asyppo_async.config.task import TaskSection
-
-CriticPartName = Literal["attention", "router", "vision", "embeddings", "backbone"]
 
 
 class RunSection(Section):
@@ -58,32 +57,6 @@ class ActorSection(LearnerSection):
     starts from. Every rank holds all of it. None: no such model; a KL is over the loss's own reference."""
     routing_replay: bool = False
     """R3: the forward of a mixture of experts uses the experts that the engine used; the engine must return them."""
-
-
-class CriticSection(LearnerSection):
-    count: int = Field(default=2, ge=0)
-    """Mini-critics M; each trains on its own share of every group's responses. 0: a method without critics."""
-    model: Path | None = None
-    """Folder of the model that every critic starts from, with the value head if it has one; or a folder of `critic-0`,
-    `critic-1`, ..., as value pretraining and a run leave them. The tokenizer must be the actor's."""
-    learning_rate: float = Field(default=1e-5, gt=0)
-    head_learning_rate: float | None = Field(default=None, gt=0)
-    """Of the value head, on the same schedule in proportion; none: `learning_rate`."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    """Training steps at the start in which only the critics train: the actor stays what it was, to the bit."""
-    frozen: tuple[CriticPartName, ...] = ()
-    """Parts of the backbone that do not train; a router and a vision tower may be named where there is none."""
-    head_std: float = Field(default=0.0, ge=0)
-    """Standard deviation that a fresh value head is drawn with; 0: 1 / (H + 1) of H hidden units (S3AC)."""
-    value_clip: float | None = Field(default=None, gt=0)
-    """Half width of the clipped value loss; none: plain squared error."""
-    data: Literal["group_split", "random_split", "shared"] = "group_split"
-    """How responses are dealt to the critics (AsyPPO: disjoint shares of every group)."""
-    small_groups: Literal["rotate", "all"] = "rotate"
-    """A group with fewer responses than critics: they take turns, or all critics see all of it."""
-    half_loss: bool = True
-    """The value loss is 1/2 (V - G)^2; false: without the half, as AsyPPO's equation."""
 
 
 class SamplingSection(Section):

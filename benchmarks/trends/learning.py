@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from asyppo_async.config.sections import ActorSection, CriticSection, TrainConfig
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection, TrainConfig
 from asyppo_async.metrics import Metrics
 from asyppo_async.trainer.coordinator.batch import batch_of, truncated_reward
 from asyppo_async.trainer.coordinator.choice_protocol import teaches_nothing

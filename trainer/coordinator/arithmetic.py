@@ -19,7 +19,8 @@ from asyppo_async.algorithms.mismatch import MismatchCorrection
 from asyppo_async.algorithms.packed import spread
 from asyppo_async.algorithms.token_classes import TokenMasks, classify_tokens, token_masks
 from asyppo_async.config.algorithm import AlgorithmSection
-from asyppo_async.config.sections import ActorSection, CriticSection, SamplingSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection, SamplingSection
 from asyppo_async.trainer.coordinator.batch import Batch, select_sequences, tokens_of
 from asyppo_async.trainer.coordinator.correction import by_advantage, mismatch_of
 from asyppo_async.trainer.coordinator.estimators import (

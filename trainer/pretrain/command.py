@@ -12,7 +12,7 @@ from asyppo_async.fingerprint import model_identity
 from asyppo_async.logs import set_up_logging
 from asyppo_async.trainer.coordinator.batch import Batch, batch_of
 from asyppo_async.trainer.coordinator.sampler import EpochSampler
-from asyppo_async.trainer.critic_folder import critic_folder
+from asyppo_async.trainer.critic_folder import critic_folders
 from asyppo_async.trainer.material import Material, check_model_folder, open_material
 from asyppo_async.trainer.parts import open_parts_once
 from asyppo_async.trainer.pool.coverage import length_edges
@@ -43,9 +43,7 @@ async def pretrain_over_pool(
     check_both_verdicts(pool)
     batches = open_batches(pool, settings.over_pool(config, 1))
     config = settings.over_pool(config, batches.num_steps)
-    assert config.critic.model is not None
-    for index in range(config.critic.count):
-        own = critic_folder(config.critic.model, index)
+    for own in critic_folders(config.critic):
         check_model_folder(own, "critic.model")
         identity = model_identity(own)
         pool.check(

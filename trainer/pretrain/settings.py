@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 from typing import get_args
 
-from asyppo_async.config.sections import CriticPartName, CriticSection, TrainConfig
+from asyppo_async.config.critic import CriticPartName, CriticSection, OneCritic
+from asyppo_async.config.sections import TrainConfig
 from asyppo_async.errors import ConfigError
 
 POOL_FROZEN: tuple[CriticPartName, ...] = ("attention", "router", "vision")
@@ -42,8 +43,15 @@ def over_policy(config: TrainConfig, policy: Path) -> TrainConfig:
     return changed.model_copy(update={"actor": config.actor.model_copy(update={"model": policy})})
 
 
+def _of_one(own: OneCritic, frozen: object) -> dict[str, object]:
+    """Pretraining has one learning rate; what is frozen of all is frozen of each."""
+    assert isinstance(frozen, tuple)
+    parts = None if own.frozen is None else tuple(dict.fromkeys((*own.frozen, *frozen)))
+    return own.model_dump() | {"learning_rate": None, "head_learning_rate": None, "frozen": parts}
+
+
 def _with_critic(config: TrainConfig, **changes: object) -> TrainConfig:
-    if config.critic.count == 0 or config.critic.model is None:
+    if config.critic.count == 0 or (config.critic.model is None and not config.critic.each):
         raise ConfigError("there is no critic to pretrain: set critic.count and critic.model")
     critic = config.critic.model_dump() | {
         "max_grad_norm": config.pretrain.max_grad_norm,
@@ -53,6 +61,7 @@ def _with_critic(config: TrainConfig, **changes: object) -> TrainConfig:
         "half_loss": True,
         "warmup_steps": 0,
         **changes,
+        "each": [_of_one(own, changes["frozen"]) for own in config.critic.each],
     }
     run = {"name": f"{config.run.name}-critics"}
     return config.model_copy(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from asyppo_async.config.critic import CriticPartName
 from asyppo_async.config.learner import Packing, TrainingBackend, ZeroStage
-from asyppo_async.config.sections import CriticPartName
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.session_messages import SessionStore
 from asyppo_async.weights.manifest import Manifest

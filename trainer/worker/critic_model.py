@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from asyppo_async.config.sections import CriticPartName
+from asyppo_async.config.critic import CriticPartName
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.critic_folder import HEAD_FILE
 from asyppo_async.trainer.worker.control import ComputeDtype

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asyppo_async.concurrency import beside, together
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError, WorkerError
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.codec import expect

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.critic_folder import critic_folder
 from asyppo_async.trainer.worker.control import WorkerSettings
@@ -51,12 +52,13 @@ def specs_of(
     """
     specs = []
     for index in range(-1, critic.count):
-        section = actor if index < 0 else critic
+        own = None if index < 0 else critic.of(index)
+        section = own or actor
         if section.model is None:
             raise ConfigError(f"critic.model is missing, and critic.count is {critic.count}")
         settings = WorkerSettings(
             role="actor" if index < 0 else "critic",
-            model=str((section.model if index < 0 else critic_folder(section.model, index)).absolute()),
+            model=str((section.model if own is None else critic_folder(section.model, index)).absolute()),
             dtype=section.dtype,
             backend=section.backend,
             zero_stage=section.zero_stage,
@@ -75,7 +77,7 @@ def specs_of(
         )
         specs.append(
             GroupSpec(
-                settings=_of_actor(settings, actor) if index < 0 else _of_critic(settings, critic),
+                settings=_of_actor(settings, actor) if own is None else _of_critic(settings, own),
                 critic=None if index < 0 else index,
                 num_ranks=section.num_ranks,
                 num_local_ranks=_local_ranks(section),

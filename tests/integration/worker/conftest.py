@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.group import open_groups
 from asyppo_async.trainer.worker.specs import GroupSpec, GroupTimes, specs_of

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError, WorkerError
 from asyppo_async.trainer.worker.clients import ActorGroup
 from asyppo_async.trainer.worker.group import open_groups, open_worker_groups, write_token

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import WorkerError
 from asyppo_async.trainer.worker.group import open_groups, write_token
 from asyppo_async.trainer.worker.hub import open_hub

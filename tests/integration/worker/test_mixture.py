@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.group import open_groups
 from asyppo_async.trainer.worker.messages import ActorForward

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.learner import TrainingBackend, ZeroStage
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import CheckpointError
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.group import open_groups

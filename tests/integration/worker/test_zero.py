@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.learner import ZeroStage
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.trainer.worker.control import ComputeDtype, WorkerRole
 from asyppo_async.trainer.worker.group import open_groups
 from asyppo_async.trainer.worker.processes import environment_of_rank

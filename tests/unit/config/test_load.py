@@ -27,7 +27,8 @@ def test_config_when_layered_takes_the_last_word() -> None:
 
 
 def test_config_when_dumped_loads_equal() -> None:
-    config = load({"preset": "asyppo", "task": {"params": {"min_numbers": 4}}}, "critic.value_clip=0.2")
+    each = 'critic.each=[{model="small", frozen=["backbone"]}, {head_learning_rate=1e-3}]'
+    config = load({"preset": "asyppo", "task": {"params": {"min_numbers": 4}}}, "critic.value_clip=0.2", each)
     assert config_from_tree(tomllib.loads(dump_config(config))) == config
 
 
@@ -86,6 +87,8 @@ def test_config_when_a_key_is_wrong_says_which_and_what_instead(
             ("batch.prompts=1", "batch.group_size=4", "critic.mini_batches=3"),
             "exceeds the 2 responses that each critic",
         ),
+        (("critic.each=[{learning_rate=1e-5}]",), "critic.each describes 1 critics, and critic.count is 2"),
+        (("critic.each=[{learning_rat=1e-5}, {}]",), "did you mean 'learning_rate'?"),
         (("weights.backend=nccl",), "host memory receives over gloo only"),
         (("weights.encoding=delta",), "nearly every float32 weight changes"),
         (

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.critic_folder import HEAD_FILE, critic_folder
 from asyppo_async.trainer.worker.backend.choice import open_backend

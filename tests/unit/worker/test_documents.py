@@ -17,7 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.worker.control import WorkerSettings
 from asyppo_async.trainer.worker.documents import cutting_of, let_pack

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.learner import TrainingBackend, ZeroStage
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.worker.control import ComputeDtype, WorkerSettings
 from asyppo_async.trainer.worker.fit import check_fit, free_bytes, state_bytes

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.learner import RateCurve
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
 from asyppo_async.trainer.worker.learning_rate import LearningRate

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyppo_async.config.sections import ActorSection, CriticSection
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import CheckpointError
 from asyppo_async.trainer.worker.control import RestoreState, SaveState, SeeFolder, WorkerSettings
 from asyppo_async.trainer.worker.rank import Rank, answer, open_rank
