@@ -33,11 +33,21 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pool") / "pool"
 
 
+def uneven(models: Path) -> str:
+    """One critic as the settings say, and one of the actor's size whose backbone is frozen."""
+    return f'critic.each=[{{}}, {{model="{models / "actor"}", frozen=["backbone"], head_learning_rate=1e-3}}]'
+
+
 @pytest.fixture(scope="module")
 def run(runner: ChaosRunner, server: ScriptedServer, models: Path, coin: list[str], pool: Path) -> Finished:
     """Of an uneven ensemble, with a pool; it was killed once and came back."""
-    each = f'critic.each=[{{}}, {{model="{models / "actor"}", frozen=["backbone"], head_learning_rate=1e-3}}]'
-    settings = [each, "pool.save=true", f"pool.path={pool}", "pool.policy_steps=2", f"run.num_steps={STEPS}"]
+    settings = [
+        uneven(models),
+        "pool.save=true",
+        f"pool.path={pool}",
+        "pool.policy_steps=2",
+        f"run.num_steps={STEPS}",
+    ]
     options = [word for setting in settings for word in ("--set", setting)]
     process = runner.start("watched", "--fleet", server.address, *coin, *options)
     wait_for_steps(process, runner.folder / "runs" / "watched", more=2)
@@ -109,39 +119,39 @@ def test_critics_when_pretrained_over_a_collected_pool_then_load_into_a_run_and_
     assert out.count("80 trajectories") == 2 and "0 lost" in out
     assert {entry.policy for entry in open_pool(collected).entries} == set(json.loads(policies))
 
-    pretraining = [
-        "--set",
-        "run.name=taught",
-        "--set",
-        "pretrain.responses=16",
-        "--set",
-        "pretrain.heldout_every_steps=1",
-    ]
-    out = command(runner, "pretrain-critics", str(runner.config), "--pool", str(collected), *pretraining)
+    settings = ["run.name=taught", "pretrain.responses=16", "pretrain.heldout_every_steps=1", uneven(models)]
+    options = [word for setting in settings for word in ("--set", setting)]
+    out = command(runner, "pretrain-critics", str(runner.config), "--pool", str(collected), *options)
     critics = runner.folder / "runs" / "taught-critics" / "critics"
     assert str(critics) in out and (critics / "critic-1" / "value_head.safetensors").is_file()
 
     begun = [*fleet, *coin, "--set", f"critic.model={critics}", "--set", "run.num_steps=2"]
     done = runner.finish(runner.start("taught", *begun), "taught")
     assert done.code == 0, done.err
-    table = runner.folder / "best-of.json"
-    command(
-        runner,
-        "best-of",
-        str(done.folder),
-        *fleet,
-        "--n",
-        "4",
-        "--beams",
-        "2",
-        "--step-tokens",
-        "4",
-        "--json",
-        str(table),
-    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_best_of_when_the_critics_are_uneven_then_all_ways_of_choosing_are_compared(
+    run: Finished, runner: ChaosRunner, server: ScriptedServer, tmp_path: Path
+) -> None:
+    table = tmp_path / "best-of.json"
+    options = ["--n", "4", "--beams", "2", "--step-tokens", "4", "--json", str(table)]
+    command(runner, "best-of", str(run.folder), "--fleet", server.address, *options)
     found = json.loads(table.read_text())
-    assert found["prompts"] == 2 and found["n"] == 4
-    assert {"first", "majority", "last", "mean", "min"} <= {name.split()[-1] for name in found["accuracy"]}
+    assert (found["prompts"], found["n"]) == (2, 4)
+    ways = {
+        "critic, last",
+        "critic, mean",
+        "critic, min",
+        "majority",
+        "first sample",
+        "any of them",
+        "beam search",
+    }
+    assert set(found["accuracy"]) == ways
+    assert found["accuracy"]["any of them"] == max(found["accuracy"][way] for way in ways - {"beam search"})
+    assert found["tokens"]["beam search"] <= 4 * 24
 
 
 @pytest.mark.long
