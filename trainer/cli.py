@@ -13,7 +13,7 @@ import typer
 import uvloop
 
 from asyppo_async.errors import AsyppoError
-from asyppo_async.trainer.critic_cli import best_of, fleet_override, pool_app, pretrain_critics, trace
+from asyppo_async.trainer.critic_cli import add_critic_commands, fleet_override
 
 app = typer.Typer(
     name="asyppo-train",
@@ -31,10 +31,7 @@ class Role(StrEnum):
     CRITIC = "critic"
 
 
-app.add_typer(pool_app, name="pool")
-app.command(name="pretrain-critics")(pretrain_critics)
-app.command()(trace)
-app.command(name="best-of")(best_of)
+add_critic_commands(app)
 
 _COMMANDS = (
     "run",
@@ -48,6 +45,7 @@ _COMMANDS = (
     "trace",
     "export",
     "best-of",
+    "reference-success",
 )
 
 _RESTARTS = "How often the run may come back by itself after a part of it has died."

@@ -105,6 +105,27 @@ def best_of(
     console.print(best_of_table(found))
 
 
+def reference_success(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+    policy: Annotated[
+        Path | None, typer.Option(help="Model that is asked; without it the one that the run started from.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Fresh responses to each prompt.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="At most so many prompts.")] = 256,
+    fleet: FleetOption = "",
+    set_: Settings = None,
+) -> None:
+    """Measure how hard the prompts were that a run chose, by fresh responses of one policy."""
+    from asyppo_async.trainer.reference_success import measure, reference_config, success_table
+
+    settings = reference_config(folder, policy, [*(set_ or []), *fleet_override(fleet)])
+    console = Console(highlight=False)
+    with console.status("starting") as status, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        done = measure(settings, folder, samples=samples, num_prompts=prompts, on_phase=status.update)
+        found = runner.run(done)
+    console.print(success_table(found))
+
+
 @pool_app.command()
 def collect(config: Config, fleet: FleetOption = "", set_: Settings = None) -> None:
     """Sample the policies of `pool.policies`, weak to strong, into the pool `pool.path`."""
@@ -144,3 +165,12 @@ def info(
     console.print(coverage_table(coverage))
     for line in missing_lines(coverage, least):
         console.print(line)
+
+
+def add_critic_commands(app: typer.Typer) -> None:
+    """Make the commands of this module those of `asyppo-train`."""
+    app.add_typer(pool_app, name="pool")
+    app.command(name="pretrain-critics")(pretrain_critics)
+    app.command()(trace)
+    app.command(name="best-of")(best_of)
+    app.command(name="reference-success")(reference_success)

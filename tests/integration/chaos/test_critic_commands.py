@@ -178,3 +178,17 @@ def test_critics_when_pretrained_over_a_frozen_policy_then_stop_by_themselves_or
     )
     assert "frozen-critics/critics" in out
     assert len(rows(runner.folder / "runs" / "frozen-critics", "metrics.jsonl")) == 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_reference_success_when_measured_then_every_prompt_of_the_run_has_its_share(
+    run: Finished, runner: ChaosRunner, server: ScriptedServer
+) -> None:
+    options = ["--samples", "8", "--prompts", "12", "--fleet", server.address]
+    out = command(runner, "reference-success", str(run.folder), *options)
+    assert "trained, last fifth" in out
+    found = json.loads((run.folder / "reference_success.json").read_text())
+    assert len(found["p_ref"]) == 12 and found["samples"] == 8
+    assert all((8 * share).is_integer() for share in found["p_ref"].values())
+    assert 0.2 < found["sets"]["trained"]["mean"] < 0.8, "every second response is right"
