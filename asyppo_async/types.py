@@ -90,8 +90,7 @@ class Response:
     """What each token was sampled from. None: not asked for, or not known of all tokens."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.behaviour_logprobs), len(self.versions)}
-        if len(lengths) != 1:
+        if not len(self.token_ids) == len(self.behaviour_logprobs) == len(self.versions):
             raise ValueError(
                 f"a response needs as many log-probs and versions as tokens, got {len(self.token_ids)} tokens, "
                 f"{len(self.behaviour_logprobs)} log-probs, {len(self.versions)} versions"

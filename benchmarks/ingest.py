@@ -3,7 +3,8 @@
     python benchmarks/ingest.py [--seconds 5] [--repeats 3]
 
 A server on the first core streams prepared messages as fast as it can, one trajectory each; the client has the second
-core. Bare: the same stream, read as bytes and thrown away. Both take turns. The last line is one JSON object:
+core. Bare: the same messages over a channel with the same options, read as bytes and thrown away at once; the real
+client keeps them until their call has ended. Both take turns. The last line is one JSON object:
 
     ratio_64, ratio_1024, ratio_8192                    median rate of the real path over the bare stream's
     trajectories_per_s_64, ...                          of the real path
@@ -160,7 +161,7 @@ def call_of(length: int) -> GenerateCall:
         incarnation=0,
         request_id="ingest",
         prompt_id="p",
-        prompt_token_ids=list(range(128)),
+        prompt_token_ids=np.arange(128, dtype=np.int32),
         num_samples=GROUP_SIZE,
         sampling=sampling,
     )

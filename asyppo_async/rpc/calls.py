@@ -98,28 +98,34 @@ class ResponseParts:
         self.num_tokens = 0
         self.failures: dict[int, SampleFailure] = {}
         """Samples that ended without being finished, by index."""
+        self._ended: set[int] = set()
+        """Finished, or failed."""
         for sample in begun:
             self.add(sample)
 
-    def add(self, chunk: SampleTokens) -> None:
-        """Raise `ValueError` for a chunk that this request cannot have."""
-        if not 0 <= chunk.sample_index < len(self._chunks):
-            raise ValueError(f"sample {chunk.sample_index} of a request for {len(self._chunks)}")
-        chunks = self._chunks[chunk.sample_index]
-        if _is_finished(chunks) or chunk.sample_index in self.failures:
-            raise ValueError(f"sample {chunk.sample_index} goes on after it was finished")
+    def add(self, chunk: SampleTokens, index: int | None = None) -> None:
+        """Raise `ValueError` for a chunk that this request cannot have.
+
+        `index`: which sample it belongs to here, where its sender counts otherwise.
+        """
+        if index is not None and index != chunk.sample_index:
+            chunk = replace(chunk, sample_index=index)
+        index = chunk.sample_index
+        if not 0 <= index < self.num_samples:
+            raise ValueError(f"sample {index} of a request for {self.num_samples}")
+        if index in self._ended:
+            raise ValueError(f"sample {index} goes on after it was finished")
         if chunk.failure is not None:
-            self.failures[chunk.sample_index] = chunk.failure
-        chunks.append(chunk)
+            self.failures[index] = chunk.failure
+            self._ended.add(index)
+        elif chunk.finish_reason is not None:
+            self._ended.add(index)
+        self._chunks[index].append(chunk)
         self.num_tokens += len(chunk.token_ids)
 
     def unfinished(self) -> list[int]:
         """Samples that still go on, or have to."""
-        return [
-            index
-            for index, chunks in enumerate(self._chunks)
-            if not _is_finished(chunks) and index not in self.failures
-        ]
+        return [index for index in range(self.num_samples) if index not in self._ended]
 
     def arrived(self) -> tuple[tuple[SampleTokens, ...], ...]:
         """The chunks until now of every sample of which there are some, finished ones too."""
@@ -131,6 +137,8 @@ class ResponseParts:
 
     def rest_of(self, call: GenerateCall) -> GenerateCall:
         """What is still to be asked for: the unfinished samples, numbered anew, going on from what is there."""
+        if not self.num_tokens and not self._ended:
+            return call
         number_of = {index: number for number, index in enumerate(self.unfinished())}
         begun = tuple(replace(sample, sample_index=number_of[sample.sample_index]) for sample in self.begun())
         return replace(call, num_samples=len(number_of), begun=begun)

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any, Self
 
 import grpc.aio
@@ -18,13 +18,13 @@ from asyppo_async.rpc.calls import (
     ServedChecksums,
     all_of,
     check_first,
-    index_in,
     served_checksums_of,
 )
 from asyppo_async.rpc.channel import PING_INTERVAL_S, PING_TIMEOUT_S, client_options
 from asyppo_async.rpc.codec import SampleTokens
-from asyppo_async.rpc.connection import Connection, readable
+from asyppo_async.rpc.connection import Connection, chunk_of, readable
 from asyppo_async.rpc.info import ServerInfo, decode_info
+from asyppo_async.rpc.intake import Intake
 from asyppo_async.rpc.pulse import SILENCE_S, Guarded, Pulse
 from asyppo_async.rpc.requests import generate_request
 from asyppo_async.rpc.security import OPEN, ClientSecurity
@@ -142,16 +142,50 @@ class FleetClient:
         Raises:
             FleetError: while iterating; see `asyppo_async.errors`.
         """
+        async with self._generating(call, deadline_s) as (stream, guarded):
+            yield self._chunks(stream, guarded, call, deadline_s)
+
+    @asynccontextmanager
+    async def _generating(self, call: GenerateCall, deadline_s: float) -> AsyncIterator[tuple[Any, Guarded]]:
+        """The stream itself; to be read under `_translating`."""
         connection = self._connection
-        stream = connection.rollout.Generate(
-            generate_request(call), timeout=deadline_s, metadata=connection.metadata
-        )
+        stream = connection.generate(generate_request(call), timeout=deadline_s, metadata=connection.metadata)
         with self._pulse.guarding(stream) as guarded:
             try:
-                yield self._chunks(stream, guarded, call, deadline_s)
+                yield stream, guarded
             finally:
                 # Leaving the loop over a stream does not end the server's side of it.
                 stream.cancel()
+
+    @contextmanager
+    def _translating(self, what: str, guarded: Guarded, deadline_s: float) -> Iterator[None]:
+        """What reading a stream raises becomes an error of ours."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise error_of(self.address, what, error, deadline_s) from error
+        except ValueError as error:
+            raise self._connection.broken(what, error) from error
+        except asyncio.CancelledError:
+            if not guarded.is_cut:
+                raise
+            raise self._pulse.silence(what) from None
+
+    async def _chunks(
+        self, stream: Any, guarded: Guarded, call: GenerateCall, deadline_s: float
+    ) -> AsyncIterator[SampleTokens]:
+        what = f"Generate {call.request_id}"
+        with self._translating(what, guarded, deadline_s):
+            async for data in stream:
+                self._pulse.heard()
+                message = chunk_of(data)
+                if room := check_first(message, call):
+                    self._log_clipped(what, room)
+                for sample in message.samples:
+                    yield codec.decode_chunk(sample)
+
+    def _log_clipped(self, what: str, room: int) -> None:
+        _log.warning("server %s: %s: max_tokens is cut to %d, for lack of room", self.address, what, room)
 
     async def collect(
         self,
@@ -192,41 +226,19 @@ class FleetClient:
         what = f"Generate {call.request_id}"
         parts = parts or ResponseParts(call.num_samples, call.sampling, call.begun)
         indices, rest = parts.unfinished(), parts.rest_of(call)
+        intake = Intake(rest, parts, indices, on_tokens, partial(self._log_clipped, what))
         with suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s), self.generate(rest, deadline_s + ANSWER_S) as stream:
-                async for chunk in stream:
-                    with self._connection.checking(what):
-                        parts.add(replace(chunk, sample_index=index_in(indices, chunk.sample_index)))
-                    on_tokens(parts.num_tokens)
-                if parts.unfinished():
-                    raise FleetUnavailable(
-                        f"server {self.address}: {what}: the stream ended before samples {parts.unfinished()} were "
-                        "finished"
-                    )
+            async with (
+                asyncio.timeout(deadline_s),
+                self._generating(rest, deadline_s + ANSWER_S) as (stream, guarded),
+            ):
+                with self._translating(what, guarded, deadline_s), intake:
+                    async for data in stream:  # little is done for each: it bounds what one core takes in
+                        self._pulse.heard()
+                        intake.put(data)
+            if parts.unfinished():
+                raise FleetUnavailable(
+                    f"server {self.address}: {what}: the stream ended before samples {parts.unfinished()} were finished"
+                )
         with self._connection.checking(what):
             return parts.responses()
-
-    async def _chunks(
-        self, stream: Any, guarded: Guarded, call: GenerateCall, deadline_s: float
-    ) -> AsyncIterator[SampleTokens]:
-        what = f"Generate {call.request_id}"
-        try:
-            async for message in stream:
-                self._pulse.heard()
-                with self._connection.checking(what):
-                    readable(message)
-                    room = check_first(message, call)
-                if room:
-                    _log.warning(
-                        "server %s: %s: max_tokens is cut to %d, for lack of room", self.address, what, room
-                    )
-                for sample in message.samples:
-                    with self._connection.checking(what):
-                        chunk = codec.decode_chunk(sample)
-                    yield chunk
-        except grpc.aio.AioRpcError as error:
-            raise error_of(self.address, what, error, deadline_s) from error
-        except asyncio.CancelledError:
-            if not guarded.is_cut:
-                raise
-            raise self._pulse.silence(what) from None

@@ -7,7 +7,7 @@ callers know which peer and which request it belongs to.
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -35,8 +35,16 @@ _FAILURES: dict[FailureKind, fleet_pb2.SampleErrorKind] = {
     "engine_fault": fleet_pb2.SAMPLE_ERROR_KIND_ENGINE_FAULT,
 }
 _FAILURE_NAMES = {number: name for name, number in _FAILURES.items()}
-_FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
+_FINISH_REASON_NAMES: dict[fleet_pb2.FinishReason, FinishReason | None] = {
+    fleet_pb2.FINISH_REASON_UNSPECIFIED: None,
+    **{number: name for name, number in _FINISH_REASONS.items()},
+}
 _ITEM_BYTES = 4
+_LAST_VERSION = int(np.iinfo(np.int32).max)
+# Made once: what is done for every message shows in how many one core takes in.
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
+_SMALLEST = np.minimum.reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +86,8 @@ def checksum_of(token_ids: Sequence[int] | Int32Array) -> int:
 
 def unpack_ids(data: bytes) -> Int32Array:
     """Token ids; none is negative."""
-    token_ids = _unpack(data, "<i4", "token ids").astype(np.int32, copy=False)
-    if token_ids.size and int(token_ids.min()) < 0:
+    token_ids = _unpack(data, _INT32, "token ids")
+    if data and _SMALLEST(token_ids) < 0:
         raise ValueError(f"token ids are not negative, got {int(token_ids.min())}")
     return token_ids
 
@@ -90,7 +98,7 @@ def pack_logprobs(logprobs: Sequence[float] | Float32Array) -> bytes:
 
 def unpack_logprobs(data: bytes) -> Float32Array:
     """Log-probs as they came; see `is_poisoned` for those that are no numbers."""
-    return _unpack(data, "<f4", "log-probs").astype(np.float32, copy=False)
+    return _unpack(data, _FLOAT32, "log-probs")
 
 
 def is_poisoned(logprobs: Float32Array) -> bool:
@@ -113,16 +121,26 @@ def encode_version_runs(versions: Int32Array) -> list[fleet_pb2.VersionRun]:
     ]
 
 
-def decode_version_runs(runs: Iterable[fleet_pb2.VersionRun], num_tokens: int) -> Int32Array:
+def decode_version_runs(runs: Sequence[fleet_pb2.VersionRun], num_tokens: int) -> Int32Array:
     """The version of each of `num_tokens` tokens, non-decreasing."""
+    versions = np.empty(num_tokens, dtype=np.int32)
+    end = last = 0
+    for run in runs:
+        begin, end, version = end, end + run.num_tokens, run.version
+        if begin == end or not last <= version <= _LAST_VERSION:
+            raise _wrong_runs(runs, num_tokens)
+        versions[begin:end] = last = version  # what reaches beyond is cut here, and refused below
+    if end != num_tokens:
+        raise _wrong_runs(runs, num_tokens)
+    return versions
+
+
+def _wrong_runs(runs: Iterable[fleet_pb2.VersionRun], num_tokens: int) -> ValueError:
     pairs = [(run.version, run.num_tokens) for run in runs]
     counts = [count for _, count in pairs]
     if sum(counts) != num_tokens or 0 in counts:
-        raise ValueError(f"version runs of {counts} tokens do not add up to {num_tokens} tokens")
-    versions = np.repeat(np.array([version for version, _ in pairs], dtype=np.int32), counts)
-    if versions.size and (int(versions[0]) < 0 or bool((np.diff(versions) < 0).any())):
-        raise ValueError(f"versions of a sample never fall, got runs {pairs}")
-    return versions
+        return ValueError(f"version runs of {counts} tokens do not add up to {num_tokens} tokens")
+    return ValueError(f"versions of a sample are 31-bit numbers and never fall, got runs {pairs}")
 
 
 def encode_sampling(sampling: SamplingParams) -> fleet_pb2.SamplingParams:
@@ -170,26 +188,25 @@ def encode_failure(failure: SampleFailure) -> fleet_pb2.SampleError:
 def decode_chunk(message: fleet_pb2.SampleChunk) -> SampleTokens:
     token_ids = unpack_ids(message.token_ids)
     logprobs = unpack_logprobs(message.logprobs)
-    if len(token_ids) != len(logprobs):
-        raise ValueError(f"sample {message.sample_index}: {len(token_ids)} tokens, {len(logprobs)} log-probs")
-    finish_reason = _FINISH_REASON_NAMES.get(message.finish_reason)
-    if finish_reason is None and message.finish_reason != fleet_pb2.FINISH_REASON_UNSPECIFIED:
-        raise ValueError(f"sample {message.sample_index}: unknown finish reason {message.finish_reason}")
+    num_tokens = len(token_ids)
+    if num_tokens != len(logprobs):
+        raise ValueError(f"sample {message.sample_index}: {num_tokens} tokens, {len(logprobs)} log-probs")
+    reason = message.finish_reason
+    if reason not in _FINISH_REASON_NAMES:
+        raise ValueError(f"sample {message.sample_index}: unknown finish reason {reason}")
     return SampleTokens(
         sample_index=message.sample_index,
         token_ids=token_ids,
         behaviour_logprobs=logprobs,
-        versions=decode_version_runs(message.version_runs, len(token_ids)),
-        finish_reason=finish_reason,
-        failure=_failure_of(message),
-        kept=decode_kept(message.kept, len(token_ids)) if message.HasField("kept") else None,
+        versions=decode_version_runs(message.version_runs, num_tokens),
+        finish_reason=_FINISH_REASON_NAMES[reason],
+        failure=_failure_of(message) if message.HasField("error") else None,
+        kept=decode_kept(message.kept, num_tokens) if message.HasField("kept") else None,
         routed_experts=decode_experts(message.routed_experts) if message.HasField("routed_experts") else None,
     )
 
 
-def _failure_of(message: fleet_pb2.SampleChunk) -> SampleFailure | None:
-    if not message.HasField("error"):
-        return None
+def _failure_of(message: fleet_pb2.SampleChunk) -> SampleFailure:
     if message.error.kind not in _FAILURE_NAMES:
         raise ValueError(f"sample {message.sample_index}: unknown kind of error {message.error.kind}")
     return SampleFailure(kind=_FAILURE_NAMES[message.error.kind], message=message.error.message)
@@ -248,10 +265,12 @@ def decode_manifest(message: fleet_pb2.Manifest) -> Manifest:
     )
 
 
-def _unpack(data: bytes, dtype: str, what: str) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
+def _unpack(data: bytes, dtype: np.dtype[Any], what: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """A view of the bytes, in the machine's own order."""
     if len(data) % _ITEM_BYTES:
         raise ValueError(f"{what} are {_ITEM_BYTES} bytes each, got {len(data)} bytes")
-    return np.frombuffer(data, dtype=dtype)
+    array = np.frombuffer(data, dtype)
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def dtype_of(name: str) -> Dtype:

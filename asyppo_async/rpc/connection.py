@@ -6,12 +6,15 @@ from typing import Any, Self
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from asyppo_async.errors import ContractBroken
 from asyppo_async.rpc.channel import Options
 from asyppo_async.rpc.security import ClientSecurity
 from asyppo_async.rpc.status import error_of
-from asyppo_async.rpc.v1 import fleet_pb2_grpc
+from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
+
+_UNREADABLE = "what came is no message of it"
 
 
 class Connection:
@@ -24,6 +27,8 @@ class Connection:
         self._options = options
         self._channel: Any = None
         self.rollout: Any = None
+        self.generate: Any = None
+        """The stub of `Rollout.Generate` that leaves its answers as bytes, to be parsed by `chunk_of`."""
         self.session: Any = None
         self.admin: Any = None
 
@@ -34,6 +39,11 @@ class Connection:
             else grpc.aio.secure_channel(self.address, self._credentials, options=self._options)
         )
         self.rollout = fleet_pb2_grpc.RolloutStub(self._channel)  # type: ignore[no-untyped-call]
+        generate = fleet_pb2.DESCRIPTOR.services_by_name["Rollout"].methods_by_name["Generate"]
+        self.generate = self._channel.unary_stream(
+            f"/{generate.containing_service.full_name}/{generate.name}",
+            request_serializer=fleet_pb2.GenerateRequest.SerializeToString,
+        )
         self.session = fleet_pb2_grpc.WeightSessionStub(self._channel)  # type: ignore[no-untyped-call]
         self.admin = fleet_pb2_grpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]
         return self
@@ -58,11 +68,23 @@ class Connection:
         try:
             yield
         except ValueError as error:
-            raise ContractBroken(f"server {self.address}: {what}: breaks the contract: {error}") from error
+            raise self.broken(what, error) from error
+
+    def broken(self, what: str, error: ValueError) -> ContractBroken:
+        """As `checking` raises it."""
+        return ContractBroken(f"server {self.address}: {what}: breaks the contract: {error}")
+
+
+def chunk_of(data: bytes) -> fleet_pb2.GenerateChunk:
+    """Raise `ValueError` for bytes that are no message."""
+    try:
+        return fleet_pb2.GenerateChunk.FromString(data)
+    except DecodeError as error:
+        raise ValueError(_UNREADABLE) from error
 
 
 def readable(message: Any) -> Any:
     """`message`; raise `ValueError` for None, which is what gRPC gives for bytes that are no message."""
     if message is None:
-        raise ValueError("what came is no message of it")
+        raise ValueError(_UNREADABLE)
     return message
