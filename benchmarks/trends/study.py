@@ -35,6 +35,7 @@ from benchmarks.trends.comparison import compare
 from benchmarks.trends.critic_tasks import PARITY
 from benchmarks.trends.engine_gradients import gradient_errors
 from benchmarks.trends.pretrained import coverage_and_heads
+from benchmarks.trends.reference import reference_success
 from benchmarks.trends.results import Measurement, Results, Run
 from benchmarks.trends.std_and_gradients import std_against_gradients
 from benchmarks.trends.studies import STUDIES, UNMEASURED
@@ -63,6 +64,7 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[int], Rows]]] = {
     "lambda": ("value std and gradient", std_against_gradients),
     "coverage": ("pool and head", coverage_and_heads),
     "best_of": ("best of n", best_of_n),
+    "daps": ("reference success", reference_success),
 }
 
 
