@@ -6,17 +6,17 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.trends import critic_figures
 from benchmarks.trends.arms import Arm
+from benchmarks.trends.curves import draw_mean, label
 from benchmarks.trends.results import Measurement, Results
 from benchmarks.trends.tables import METHODS, arms_of
 
 # The same results give the same bytes: no date, no random ids, text as text.
 mpl.use("Agg")
 mpl.rcParams.update({"svg.hashsalt": "asyppo", "svg.fonttype": "none", "font.size": 9, "path.simplify": True})
-SMOOTHED_STEPS = 5
 
 
 def draw(name: str, results: Results, path: Path) -> None:
@@ -27,6 +27,11 @@ def draw(name: str, results: Results, path: Path) -> None:
         figure = _best_of(results.measured("best of n"))
     elif name == "std":
         figure = _std(results.measured("value std and gradient"))
+    elif name in critic_figures.MEASURED:
+        stored, drawn = critic_figures.MEASURED[name]
+        figure = drawn(results.measured(stored))
+    elif name == "pretraining":
+        figure = critic_figures.pretraining(arms_of(name), results)
     else:
         figure = _curves(_panels(name), results)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
@@ -56,17 +61,9 @@ def _curves(panels: Sequence[Sequence[Arm]], results: Results) -> Figure:
     )
     for axes, arms in zip(grid[0], panels, strict=True):
         for arm in arms:
-            rewards = np.array([run.rewards for run in results.of_arm(arm.name)])
-            kernel = np.ones(SMOOTHED_STEPS) / SMOOTHED_STEPS
-            smooth = np.array([np.convolve(one, kernel, mode="valid") for one in rewards])
-            steps = np.arange(smooth.shape[1]) + SMOOTHED_STEPS
-            mean, error = smooth.mean(0), smooth.std(0, ddof=1) / np.sqrt(len(smooth))
-            (line,) = axes.plot(steps, mean, label=arm.name, linewidth=1.2)
-            axes.fill_between(
-                steps, mean - error, mean + error, color=line.get_color(), alpha=0.15, linewidth=0
-            )
+            draw_mean(axes, [run.rewards for run in results.of_arm(arm.name)], arm.name)
         axes.legend(fontsize=7, frameon=False, loc="lower right")
-        _label(axes, "training step", "mean reward" if axes is grid[0][0] else "")
+        label(axes, "training step", "mean reward" if axes is grid[0][0] else "")
     return figure
 
 
@@ -96,7 +93,7 @@ def _gradients(measured: Sequence[Measurement]) -> Figure:
         axes.set_xticks(range(len(METHODS)), METHODS, rotation=25, ha="right")
         axes.legend(fontsize=7, frameon=False)
         axes.set_title(engine, fontsize=9)
-        _label(axes, "", "relative error of the gradient" if axes is grid[0][0] else "")
+        label(axes, "", "relative error of the gradient" if axes is grid[0][0] else "")
     return figure
 
 
@@ -116,7 +113,7 @@ def _std(measured: Sequence[Measurement]) -> Figure:
             axes.scatter([stage + index - 1] * len(values), values, s=9, color=f"C{index}")
     axes.axhline(0, color="grey", linewidth=0.6)
     axes.legend(fontsize=7, frameon=False)
-    _label(axes, "training step", "rank correlation over tokens")
+    label(axes, "training step", "rank correlation over tokens")
     return figure
 
 
@@ -138,12 +135,6 @@ def _best_of(measured: Sequence[Measurement]) -> Figure:
             axes.plot(numbers, means, label=way, linewidth=1.2)
         axes.set_xscale("log", base=2)
         axes.set_title(f"after {stage} steps", fontsize=9)
-        _label(axes, "responses", "accuracy" if axes is grid[0][0] else "")
+        label(axes, "responses", "accuracy" if axes is grid[0][0] else "")
     grid[0][-1].legend(fontsize=7, frameon=False)
     return figure
-
-
-def _label(axes: Axes, horizontal: str, vertical: str) -> None:
-    axes.set_xlabel(horizontal)
-    axes.set_ylabel(vertical)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -1,17 +1,16 @@
 """The tables of docs/evidence.md, from what the studies stored."""
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.trends import critic_tables
 from benchmarks.trends.arms import Arm
-from benchmarks.trends.comparison import Comparison, compare
+from benchmarks.trends.comparison import compare
 from benchmarks.trends.results import Measurement, Results, Run
 from benchmarks.trends.studies import STUDIES
 from benchmarks.trends.study import late
+from benchmarks.trends.table_cells import commits, mean, provenance, spread, test_of, whole
 
-BLOCKS = ("ladder", "staleness", "mismatch", "gradients", "lambda", "std", "daps", "best_of")
-"""Of the page, each made from one study's results."""
 STUDY_OF = {
     "ladder": "ladder",
     "staleness": "staleness",
@@ -20,19 +19,26 @@ STUDY_OF = {
     "lambda": "lambda",
     "std": "lambda",
     "daps": "daps",
+    "reference": "daps",
     "best_of": "best_of",
+    "pretraining": "pretraining",
+    "coverage": "coverage",
+    "heads": "coverage",
+    "single": "single",
+    "orthogonal": "orthogonal",
 }
+"""The blocks of the page, each made from one study's results."""
+BLOCKS = tuple(STUDY_OF)
 METHODS = ("no correction", "IcePoP mask", "IcePoP mask + MIS", "IcePoP weight", "TIS 2")
 
 
 def block(name: str, results: Results) -> str:
     """One table and the line below it."""
-    if name == "gradients":
-        return _gradients(results.measured("gradient error"))
-    if name == "best_of":
-        return _best_of(results.measured("best of n"))
-    if name == "std":
-        return _std(results.measured("value std and gradient"))
+    if name in MEASURED:
+        stored, table = MEASURED[name]
+        return table(results.measured(stored))
+    if name == "pretraining":
+        return critic_tables.pretraining(arms_of(name), results)
     return _arms(arms_of(name), results)
 
 
@@ -44,11 +50,6 @@ def arms_of(name: str) -> list[Arm]:
     if name == "mismatch":
         return [arm for arm in arms if "lag" not in arm.name]
     return list(arms)
-
-
-def whole(run: Run) -> float:
-    """Mean reward over all steps: how fast it was learned."""
-    return statistics.fmean(run.rewards)
 
 
 def _arms(arms: Sequence[Arm], results: Results) -> str:
@@ -63,47 +64,18 @@ def _arms(arms: Sequence[Arm], results: Results) -> str:
         tests = []
         for figure in (whole, late):
             values = [figure(run) for run in own]
-            cells.append(_spread(values))
+            cells.append(spread(values))
             tests.append(compare(values, [figure(run) for run in other]))
         cells.append(f"{statistics.fmean(map(_clipped, own)):.1%}")
         itself = arm.against == arm.name
-        cells += ["-"] * 3 if itself else [arm.against, *map(_test, tests)]
+        cells += ["-"] * 3 if itself else [arm.against, *map(test_of, tests)]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _provenance(runs)])
+    return "\n".join([*lines, "", provenance(runs)])
 
 
 def _clipped(run: Run) -> float:
     """Share of tokens whose gradient the clip takes, mean over all optimizer steps."""
     return sum(run.figures[f"actor/clip_fraction_{side}"] for side in ("low", "high"))
-
-
-def _test(test: Comparison) -> str:
-    if math.isnan(test.t):
-        return "the same in every seed"
-    return f"{test.difference:+.3f} (t {test.t:.1f}, p {test.p:.3f})"
-
-
-def _spread(values: Sequence[float], digits: int = 3) -> str:
-    return f"{statistics.fmean(values):.{digits}f} +- {statistics.stdev(values):.{digits}f}"
-
-
-def _provenance(runs: Sequence[Run]) -> str:
-    seeds, steps, tokens = (
-        {getattr(run, key) for run in runs} for key in ("seed", "num_steps", "num_tokens")
-    )
-    return (
-        f"{len(seeds)} seeds, {_one(steps)} steps and {_one(tokens):,} tokens a run; "
-        f"{statistics.fmean(run.cpu_s for run in runs):.0f} CPU seconds a run; commit {_commits(runs)}."
-    )
-
-
-def _one(values: set[int]) -> int:
-    (value,) = values  # equal steps and tokens, or the comparison means nothing
-    return value
-
-
-def _commits(measured: Iterable[Run | Measurement]) -> str:
-    return ", ".join(f"`{commit}`" for commit in sorted({one.commit for one in measured}))
 
 
 def _gradients(measured: Sequence[Measurement]) -> str:
@@ -119,19 +91,19 @@ def _gradients(measured: Sequence[Measurement]) -> str:
             plain = [row for row in here if row["method"] == "no correction"]
             masked = [row for row in here if row["method"] == "IcePoP mask"]
             errors = [
-                _spread([float(row["error"]) for row in here if row["method"] == method], 4)
+                spread([float(row["error"]) for row in here if row["method"] == method], 4)
                 for method in METHODS
             ]
             cells = [
                 str(stage),
                 engine,
-                f"{_mean(plain, 'mean_log_ratio'):.4f}, {max(float(row['largest_log_ratio']) for row in plain):.3f}",
+                f"{mean(plain, 'mean_log_ratio'):.4f}, {max(float(row['largest_log_ratio']) for row in plain):.3f}",
                 f"{sum(int(row['rejected_tokens']) for row in masked)} tokens",
                 *errors,
-                f"{_mean(plain, 'batch_noise'):.2f}",
+                f"{mean(plain, 'batch_noise'):.2f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{len(measured)} seeds; commit {_commits(measured)}."])
+    return "\n".join([*lines, "", f"{len(measured)} seeds; commit {commits(measured)}."])
 
 
 def _std(measured: Sequence[Measurement]) -> str:
@@ -142,14 +114,14 @@ def _std(measured: Sequence[Measurement]) -> str:
     ]
     for stage in sorted({int(row["stage"]) for one in measured for row in one.rows}):
         rows = [row for one in measured for row in one.rows if row["stage"] == stage]
-        cells = [str(stage), f"{_mean(rows, 'reward'):.2f}"]
+        cells = [str(stage), f"{mean(rows, 'reward'):.2f}"]
         for key in ("rank_std_gradient", "rank_std_advantage", "rank_std_norm"):
             values = [float(row[key]) for row in rows]
-            cells.append(f"{_spread(values, 2)} (p {compare(values, [0.0] * len(values)).p:.3f})")
-        cells += [f"{_mean(rows, key):.1%}" for key in ("low_low", "low_high", "high_low", "high_high")]
-        cells.append(_spread([float(row["masked_gradient"]) for row in rows], 2))
+            cells.append(f"{spread(values, 2)} (p {compare(values, [0.0] * len(values)).p:.3f})")
+        cells += [f"{mean(rows, key):.1%}" for key in ("low_low", "low_high", "high_low", "high_high")]
+        cells.append(spread([float(row["masked_gradient"]) for row in rows], 2))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{len(measured)} seeds; commit {_commits(measured)}."])
+    return "\n".join([*lines, "", f"{len(measured)} seeds; commit {commits(measured)}."])
 
 
 def _best_of(measured: Sequence[Measurement]) -> str:
@@ -164,10 +136,17 @@ def _best_of(measured: Sequence[Measurement]) -> str:
             cells = []
             for number in numbers:
                 here = [row for row in rows if (row["stage"], row["way"], row["n"]) == (stage, way, number)]
-                cells.append(_spread([float(row["accuracy"]) for row in here]))
+                cells.append(spread([float(row["accuracy"]) for row in here]))
             lines.append(f"| {stage} | {way} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{len(measured)} seeds; commit {_commits(measured)}."])
+    return "\n".join([*lines, "", f"{len(measured)} seeds; commit {commits(measured)}."])
 
 
-def _mean(rows: Sequence[dict[str, float | str]], key: str) -> float:
-    return statistics.fmean(float(row[key]) for row in rows)
+MEASURED: Mapping[str, tuple[str, Callable[[Sequence[Measurement]], str]]] = {
+    "gradients": ("gradient error", _gradients),
+    "std": ("value std and gradient", _std),
+    "best_of": ("best of n", _best_of),
+    "reference": ("reference success", critic_tables.reference),
+    "coverage": ("pool and head", critic_tables.coverage),
+    "heads": ("pool and head", critic_tables.heads),
+}
+"""Blocks that are about what was measured beside learning, under which name it is stored, and their tables."""

@@ -165,14 +165,23 @@ def load_model(
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     try:
-        module = kind.from_pretrained(
+        module, found = kind.from_pretrained(
             folder,
             dtype=TORCH_DTYPES[dtype],
             attn_implementation="sdpa",
             local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the model in {folder} cannot be loaded: {error}") from error
+    # What is not there would be drawn at random, with no more than a warning.
+    wrong = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    if wrong:
+        raise ConfigError(
+            f"the weights in {folder} are not those of its config.json: {len(wrong)} are missing or of another shape, "
+            f"{wrong[0]} for one"
+        )
     if dtype == "float64":
         _make_norms_exact(module)
     # Not train(): dropout would make the policy differ from itself, and the first ratio from 1.

@@ -1,5 +1,6 @@
 """A critic on disk and in parts: saved with its head, loaded by path, frozen where it is told to be."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_critic_when_the_head_is_of_another_shape_is_refused(tmp_path: Path) -> 
         load_critic(other, "float32", 0)
     save_file({"bias": torch.zeros(1, 16)}, other / HEAD_FILE)
     with pytest.raises(ConfigError, match="is no value head"):
+        load_critic(other, "float32", 0)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 24, "head_dim": 6}, {"num_hidden_layers": 3}])
+def test_backbone_when_its_weights_are_of_another_shape_is_refused_and_not_drawn_anew(
+    tmp_path: Path, changes: dict[str, int]
+) -> None:
+    other = write_model(tmp_path / "other")
+    tree = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(tree | changes | {"layer_types": None}))
+    with pytest.raises(
+        ConfigError, match=r"are not those of its config\.json: \d+ are missing or of another shape"
+    ):
         load_critic(other, "float32", 0)
 
 
