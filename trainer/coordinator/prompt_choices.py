@@ -1,18 +1,11 @@
-"""What a selecting sampler asks about a candidate: DAPS, SPO, PCL and GRESO."""
+"""What a selecting sampler asks about a candidate: SPO, PCL and GRESO; DAPS has a file of its own."""
 
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 
 from asyppo_async.algorithms.daps import (
-    DapsDecision,
-    DapsSettings,
-    Disagreement,
-    OutcomeCounts,
     critic_probability,
-    decide,
-    success_of,
-    summarise,
 )
 from asyppo_async.algorithms.dynamic_sampling import judge_group
 from asyppo_async.algorithms.greso import Greso, GresoProbabilities, GresoSettings
@@ -31,96 +24,6 @@ from asyppo_async.types import Group
 
 _GRESO_LEAST, _GRESO_MOST = 0.05, 0.95
 """Limits of GRESO's base probabilities."""
-
-
-@dataclass(slots=True)
-class DapsChoice:
-    """S3AC's. A prompt that was never scored counts as V(s_0) = 0, one half right."""
-
-    seed: int
-    section: SelectionSection
-    scores: Mapping[str, float]
-    num_scored: int
-    decisions: list[DapsDecision] = field(default_factory=list)
-    """Since the last `metrics`."""
-    _counts: OutcomeCounts = field(init=False)
-    _stds: dict[str, float] = field(default_factory=dict)
-    _step: int = 0
-
-    def __post_init__(self) -> None:
-        self._counts = OutcomeCounts(decay=self.section.decay)
-
-    @property
-    def _by_std(self) -> Disagreement:
-        section = self.section
-        return Disagreement(
-            floor=section.floor_by_std, prior=section.prior_by_std, decay=section.decay_by_std
-        )
-
-    def note_stds(self, stds: Mapping[str, float]) -> None:
-        if self._by_std == Disagreement():
-            return
-        self._stds.update(stds)
-        for prompt_id, std in stds.items():
-            self._counts.set_decay(prompt_id, self._by_std.decay_at(self.section.decay, std))
-
-    def consider(self, number: int, prompt_id: str) -> Considered:
-        settings = DapsSettings(
-            prior_trials=self.section.prior_trials,
-            minimum_acceptance=self.section.minimum_acceptance,
-            uniform_steps=self.section.uniform_steps,
-            ramp_steps=self.section.ramp_steps,
-        )
-        decision = decide(
-            self.seed,
-            number,
-            self._counts.of(prompt_id),
-            self.scores.get(prompt_id, 0.0),
-            self._step,
-            self._by_std.settings_at(settings, self._stds.get(prompt_id, 0.0)),
-        )
-        self.decisions.append(decision)
-        return Considered(
-            accepted=decision.accepted,
-            acceptance=decision.probability,
-            success_estimate=decision.success_estimate,
-        )
-
-    def record(self, group: Group) -> None:
-        partial = self.section.partial_rewards
-        successes = sum(success_of(one.reward, partial) for one in group.trajectories)
-        self._counts.add(group.prompt.id, successes=successes, trials=len(group.trajectories))
-
-    def end_step(self, optimizer_steps: int) -> None:
-        self._step += optimizer_steps if self.section.schedule_unit == "gradient_step" else 1
-        self._counts.advance()
-
-    def metrics(self) -> Metrics:
-        summary = summarise(self.decisions)
-        self.decisions.clear()
-        return {
-            "selection/probability_mean": summary.mean_probability,
-            "selection/candidates_per_accepted": summary.candidates_per_accepted,
-            "selection/accepted_middle_share": summary.accepted_middle_share,
-            "selection/accepted_trials_mean": summary.accepted_trials,
-            **{
-                f"selection/candidates_tenth_{tenth}": float(number)
-                for tenth, number in enumerate(summary.success_histogram, 1)
-            },
-        }
-
-    def frozen(self) -> "DapsChoice":
-        other = copy(self)
-        other._counts, other._stds = self._counts.copy(), self._stds.copy()
-        return other
-
-    def state(self) -> ChoiceState:
-        return ChoiceState(outcomes=self._counts.snapshot(), step=self._step, stds=self._stds)
-
-    def restore(self, state: ChoiceState) -> None:
-        self._counts = OutcomeCounts(decay=self.section.decay, outcomes=state.outcomes)
-        self.note_stds(state.stds)
-        self._step = state.step
 
 
 @dataclass(slots=True)

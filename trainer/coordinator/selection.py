@@ -13,13 +13,9 @@ from asyppo_async.algorithms.daps import draw_candidate
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.metrics import Metrics
 from asyppo_async.trainer.coordinator.choice_protocol import Choice, ChoiceState
+from asyppo_async.trainer.coordinator.daps_choice import DapsChoice
 from asyppo_async.trainer.coordinator.mixed_sampler import MixedSampler
-from asyppo_async.trainer.coordinator.prompt_choices import (
-    DapsChoice,
-    GresoChoice,
-    PclChoice,
-    SpoChoice,
-)
+from asyppo_async.trainer.coordinator.prompt_choices import GresoChoice, PclChoice, SpoChoice
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.sampler import Candidate, EpochSampler, Sampler
 from asyppo_async.types import Group

@@ -41,14 +41,15 @@ def critic_figures(run: RunData) -> Iterator[tuple[str, str, go.Figure]]:
     )
     yield (
         "Success estimate",
-        "Brier score (0 is best) and AUC (1 is best) of V(s_0) against outcomes.",
+        "Brier score (0 is best) and AUC (1 is best) of V(s_0), and of the p that DAPS accepted by, against outcomes.",
         _series(
             run,
             {
                 _pair(name): name
                 for suffix in ("brier", "auc")
                 for name in run.names("critic_", f"/start_{suffix}")
-            },
+            }
+            | {f"DAPS at acceptance, {suffix}": f"selection/success_{suffix}" for suffix in ("brier", "auc")},
         ),
     )
     columns = [

@@ -91,6 +91,21 @@ def test_daps_counts_its_candidates_by_the_success_that_it_expects() -> None:
     assert row["selection/candidates_per_accepted"] == 1
 
 
+def test_daps_when_groups_come_back_tells_how_good_its_estimates_were() -> None:
+    sampler = opened("selection.uniform_steps=5", "selection.prior_trials=1e9")
+    sampler.score({"p0": 0.6, "p1": -0.6})  # p = .8 and .2, for no outcome weighs against such a prior
+    drawn: set[str] = set()
+    while not {"p0", "p1"} <= drawn:
+        drawn.add(sampler.next_candidate().prompt_id)
+    sampler.record(make_group(0, [1, 1], [1.0, -1.0]))
+    sampler.record(make_group(1, [1, 1], [-1.0, -1.0]))
+    sampler.record(make_group(1, [1, 1], [1.0, 1.0]))  # nobody expected anything of a second group
+    row = sampler.metrics()
+    assert row["selection/success_brier"] == pytest.approx((0.04 + 0.64 + 0.04 + 0.04) / 4)
+    assert row["selection/success_auc"] == pytest.approx((1 + 1 + 0.5) / 3)
+    assert "selection/success_brier" not in sampler.metrics(), "since the last call"
+
+
 def test_daps_decides_alike_after_a_seek() -> None:
     one, other = opened("selection.uniform_steps=0"), opened("selection.uniform_steps=0")
     for _ in range(37):
