@@ -103,6 +103,7 @@ class ServerProcess:
     process: "subprocess.Popen[bytes]"
     address: str
     log: Path
+    metrics_port: int | None = None
 
     @property
     def port(self) -> int:
@@ -153,7 +154,8 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
                 time.sleep(0.1)
             place_of = json.loads(ready.read_text())
             assert place_of["pid"] == process.pid
-            yield ServerProcess(process, f"{place_of['host']}:{place_of['port']}", log)
+            address = f"{place_of['host']}:{place_of['port']}"
+            yield ServerProcess(process, address, log, place_of["metrics_port"])
 
     return start
 
@@ -194,6 +196,8 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: Dtype) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype])
+        self.manifest = manifest_of_checkpoint(folder, dtype)
+        """What is sent of it."""
 
     def tensors(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         """By their names in the checkpoint."""
@@ -265,7 +269,7 @@ class Trainer:
 
     @property
     def manifest(self) -> Manifest:
-        return manifest_of_checkpoint(self.folder, self.dtype)
+        return self.reference.manifest
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return self.reference.tensors([spec.name for spec in self.manifest.tensors])
@@ -321,14 +325,18 @@ def open_trainer() -> OpenTrainer:
         bucket_bytes: int = 2**20,
         lease_s: float = 30.0,
         way: Way = "staged",
+        reference: Reference | None = None,
+        num_workers: int = 1,
     ) -> AsyncIterator[Trainer]:
-        store, port = await asyncio.to_thread(open_store, "127.0.0.1", 2, DEADLINE_S)
+        reference = reference or Reference(folder, dtype)
+        world_size = 1 + num_workers
+        store, port = await asyncio.to_thread(open_store, "127.0.0.1", world_size, DEADLINE_S)
         place = SessionPlace(
             run_id=run_id,
             incarnation=0,
             epoch=epoch,
             rank=1,
-            world_size=2,
+            world_size=world_size,
             backend="gloo",
             store_host="127.0.0.1",
             store_port=port,
@@ -339,17 +347,15 @@ def open_trainer() -> OpenTrainer:
 
         def meet() -> WeightGroup:
             return WeightGroup.join(
-                backend="gloo", store=store, rank=0, world_size=2, epoch=epoch, deadline_s=DEADLINE_S
+                backend="gloo", store=store, rank=0, world_size=world_size, epoch=epoch, deadline_s=DEADLINE_S
             )
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(
-                client.weights.open_session(place, manifest_of_checkpoint(folder, dtype), DEADLINE_S)
-            )
+            tasks.create_task(client.weights.open_session(place, reference.manifest, DEADLINE_S))
             meeting = tasks.create_task(asyncio.to_thread(meet))
         group = meeting.result()
         try:
-            yield Trainer(client, folder, dtype, Reference(folder, dtype), group, run_id, epoch, bucket_bytes)
+            yield Trainer(client, folder, dtype, reference, group, run_id, epoch, bucket_bytes)
         finally:
             await asyncio.to_thread(group.close)
 

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,13 @@ from asyppo_async.rpc.calls import GenerateCall
 from asyppo_async.rpc.client import FleetClient
 from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.types import Int32Array, Response, SamplingParams
+from tests.integration.fleet.kept_sets import (
+    outside_of_actor,
+    sampling_of_preset,
+    sets_of_engine,
+    sets_of_reference,
+)
+from tests.integration.service.dashboard import asked_for, series_of
 
 FLOOR = 1e-5
 IN_FLIGHT_TOLERANCE = 2e-5
@@ -57,8 +66,9 @@ def folder(make_model) -> Path:
 @pytest.fixture(scope="module")
 def server(start_server, folder: Path) -> Iterator[object]:
     # Tokens are handed over late and must not wait for that.
+    late = ("--stream-interval", "64", "--chunk-s", "0.1")
     with start_server(
-        folder, *["--max-num-seqs", "18", "--stream-interval", "64", "--chunk-s", "0.1"]
+        folder, "--max-num-seqs", "18", "--max-kept-tokens", "128", "--metrics-port", "0", *late
     ) as running:
         yield running
 
@@ -256,6 +266,81 @@ async def test_logprobs_when_temperature_is_not_1_then_of_the_distribution_sampl
     for response in responses:
         theirs = trainer.reference.response_logprobs(prompt, response, temperature)
         np.testing.assert_allclose(response.behaviour_logprobs, theirs, atol=FLOOR)
+
+
+async def test_kept_tokens_when_asked_for_then_they_are_the_sets_that_the_model_was_sampled_from(
+    client, folder, open_trainer
+) -> None:
+    """Two cuts: one of which top-k decides the size, and one of which top-p does."""
+    prompt = prompt_of(9)
+    async with open_trainer(client, folder, "float32", run_id="kept") as trainer:
+        await trainer.publish(0)
+        for top_k, top_p in ((5, 0.999), (100, 0.6)):
+            call = call_of("kept", prompt, 4, 60)
+            call = replace(
+                call,
+                return_kept_tokens=True,
+                sampling=replace(call.sampling, temperature=0.8, top_p=top_p, top_k=top_k),
+            )
+            for response in await client.collect(call, DEADLINE_S, lambda _: None):
+                sets, logprobs, is_clear = sets_of_reference(
+                    trainer.reference, prompt, response, call.sampling
+                )
+                assert response.kept is not None and is_clear.mean() > 0.8
+                assert response.kept.counts.tolist() == [len(each) for each in response.kept.sets()]
+                pairs = zip(response.kept.sets(), sets, is_clear, strict=True)
+                assert [(theirs, ours) for theirs, ours, clear in pairs if clear and theirs != ours] == []
+                np.testing.assert_allclose(
+                    response.behaviour_logprobs[is_clear], logprobs[is_clear], atol=FLOOR
+                )
+                sizes = {len(kept) for kept in sets}
+                assert sizes == {5} if top_k == 5 else len(sizes) > 5
+
+
+@pytest.mark.report("P23")
+async def test_asyppo_faithful_when_tokens_are_stale_then_the_share_outside_is_that_of_the_engines_own_sets(
+    client, folder, open_trainer
+) -> None:
+    """The paper's sampling: the sets of both ends agree on which tokens older weights made the actor could not have."""
+    prompt, sampling = prompt_of(9), sampling_of_preset("asyppo_faithful", max_tokens=40)
+    async with open_trainer(client, folder, "float32", run_id="faithful") as trainer:
+        await trainer.publish(0)
+        call = replace(call_of("faithful", prompt, 4, 40), sampling=sampling, return_kept_tokens=True)
+        responses = await client.collect(call, DEADLINE_S, lambda _: None)
+        fresh = outside_of_actor(folder, trainer.reference, prompt, responses, sampling)
+        trainer.reference.perturb(1)
+        await trainer.publish(1)
+        sets = [await sets_of_engine(client, call, response, DEADLINE_S) for response in responses]
+    stale = outside_of_actor(folder, trainer.reference, prompt, responses, sampling)
+    truth = np.array(
+        [
+            int(token) not in kept
+            for response, each in zip(responses, sets, strict=True)
+            for token, kept in zip(response.token_ids, each, strict=True)
+        ]
+    )
+    assert (fresh.sum(), len(stale)) == (0, 160)
+    assert truth.sum() >= 5, "the weights moved too little to be told apart"
+    np.testing.assert_array_equal(stale, truth)
+
+
+def test_metrics_when_the_engine_worked_then_the_endpoint_has_what_the_dashboard_asks_for(server) -> None:
+    """vLLM's own series beside ours, in one scrape, and both have seen the same work."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    wanted = asked_for()
+    assert len({name for name in wanted if name.startswith("vllm:")}) >= 4
+    assert wanted - series_of(text) == set()
+    assert (
+        value_of(text, "vllm:generation_tokens_total") >= value_of(text, "asyppo_fleet_tokens_total") > 1000
+    )
+    assert value_of(text, "vllm:num_requests_running") == 0
+
+
+def value_of(scrape: str, series: str) -> float:
+    """Of the only series of this name, whatever its labels."""
+    (line,) = [line for line in scrape.splitlines() if re.split(r"[{ ]", line, maxsplit=1)[0] == series]
+    return float(line.rsplit(" ", 1)[1])
 
 
 async def test_port_when_taken_then_one_line_and_exit_code_1(server, folder) -> None:
