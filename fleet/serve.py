@@ -117,7 +117,8 @@ async def _run(
     floor = RolloutFloor(
         engine=engine,
         queue=AdmissionQueue(
-            num_slots=config.max_num_seqs - config.probe_slots, max_queued=config.max_queued_samples
+            num_slots=(config.max_num_seqs - config.probe_slots) * config.data_parallel_size,
+            max_queued=config.max_queued_samples,
         ),
         state=UpdateState(),
         gate=ReleaseGate(),

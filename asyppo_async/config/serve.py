@@ -51,7 +51,7 @@ class ServeConfig(Section):
     dtype: Dtype = "float32"
     """Type that the engine computes in and weights are received in: float32 or bfloat16."""
     max_num_seqs: int = Field(default=128, ge=2)
-    """Samples that the engine runs at once, probe slots included."""
+    """Samples that the engine (each replica) runs at once, probe slots included."""
     max_model_len: int = Field(default=0, ge=0)
     """Longest prompt plus response in tokens; 0: what the model takes."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
@@ -62,6 +62,8 @@ class ServeConfig(Section):
     """CPU threads of each engine worker; 0: the engine's own choice."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Engine workers that share the model."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Replicas of the model behind this server, each with --max-num-seqs and --tensor-parallel-size of its own."""
     probe_slots: int = Field(default=2, ge=1)
     """Of max_num_seqs, how many are kept free for the probe after each weight update."""
     max_queued_samples: int = Field(default=4096, ge=1)
@@ -84,6 +86,11 @@ class ServeConfig(Section):
     """A token of a slow response waits so long at most for others to travel with, also in the engine."""
     drain_grace_s: PositiveSeconds = 30
     """After the first signal, how long running requests may take to finish."""
+
+    @property
+    def num_workers(self) -> int:
+        """Engine processes, each of which receives weights."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     @field_validator("host")
     @classmethod

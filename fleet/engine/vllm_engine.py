@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from asyppo_async.fleet.engine.protocol import (
     Delta,
     DirectPlace,
     EndOfSample,
-    EngineDead,
     EngineFault,
     EngineInfo,
     EngineRefused,
@@ -26,6 +24,7 @@ from asyppo_async.fleet.engine.protocol import (
     StagedWeights,
     WeightsLabel,
 )
+from asyppo_async.fleet.engine.vllm_failures import vllm_failures
 from asyppo_async.fleet.engine.vllm_held_tokens import HeldTokens
 from asyppo_async.fleet.engine.vllm_meter import KvMeter
 from asyppo_async.fleet.engine.vllm_options import (
@@ -35,6 +34,7 @@ from asyppo_async.fleet.engine.vllm_options import (
     score_params,
 )
 from asyppo_async.fleet.engine.vllm_outputs import split_logprobs
+from asyppo_async.fleet.engine.vllm_replicas import Replicas, agreed
 from asyppo_async.fleet.engine.vllm_thread import EngineThread
 from asyppo_async.fleet.engine.vllm_versions import VersionReader, label_text
 from asyppo_async.fleet.engine.vllm_weights import VllmWeights, worker_errors
@@ -95,22 +95,6 @@ def _kill_children() -> None:
         child.kill()
 
 
-@dataclass(frozen=True, slots=True)
-class _Failures:
-    """vLLM's exceptions; imported with vLLM, not with this module."""
-
-    dead: type[Exception]
-    generate: type[Exception]
-    refused: type[Exception]
-
-
-def _failures() -> _Failures:
-    from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    return _Failures(EngineDeadError, EngineGenerateError, VLLMClientError)
-
-
 class VllmEngine:
     """The `Engine` of a real server. Made by `open_vllm_engine`."""
 
@@ -118,11 +102,13 @@ class VllmEngine:
         self._llm = llm
         self._kv_meter = kv_meter
         self._weights = VllmWeights(llm)
-        self._failures = _failures()
+        self._failures = vllm_failures()
+        self._replicas = Replicas(config.data_parallel_size)
+        self._dtype = config.dtype
         self._info = EngineInfo(
             vocab_size=int(llm.model_config.get_vocab_size()),
             max_model_len=int(llm.model_config.max_model_len),
-            num_workers=config.tensor_parallel_size,
+            num_workers=config.num_workers,
             max_kept_tokens=config.max_kept_tokens,
             returns_routed_experts=False,  # vLLM's runner V2 alone says which, and needs Triton
         )
@@ -165,8 +151,10 @@ class VllmEngine:
         params = request_params(request.sampling, max_tokens, return_kept_tokens=request.return_kept_tokens)
         prompt = _prompt(request.prompt_token_ids, request.cache_salt)
         priority = _FIRST if request.goes_first else 0
-        stream = self._llm.generate(prompt, params, request.id, priority=priority)
-        with self._translated(request.id):
+        with self._failures.translated(request.id), self._replicas.place() as replica:
+            stream = self._llm.generate(
+                prompt, params, request.id, priority=priority, data_parallel_rank=replica
+            )
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     yield _delta(
@@ -177,9 +165,21 @@ class VllmEngine:
         return HeldTokens(self._llm.output_processor, longest_s)
 
     async def score(self, token_ids: Int32Array, *, request_id: str, cache_salt: str) -> Float32Array:
+        """By every replica, which have to agree."""
         prompt = _prompt(token_ids, cache_salt)
-        stream = self._llm.generate(prompt, score_params(), request_id, priority=_FIRST)
-        with self._translated(request_id):
+        scores = [
+            self._score(prompt, token_ids, f"{request_id}-{replica}" if replica else request_id, replica)
+            for replica in self._replicas.all
+        ]
+        return agreed(await asyncio.gather(*scores), self._dtype)
+
+    async def _score(
+        self, prompt: Any, token_ids: Int32Array, request_id: str, replica: int | None
+    ) -> Float32Array:
+        stream = self._llm.generate(
+            prompt, score_params(), request_id, priority=_FIRST, data_parallel_rank=replica
+        )
+        with self._failures.translated(request_id):
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     entries = output.prompt_logprobs
@@ -250,18 +250,6 @@ class VllmEngine:
             raise AssertionError("the engine was not warmed up")
         await asyncio.wait([handler])
         return "vLLM's engine process died; its own words are in the log above"
-
-    @contextlib.contextmanager
-    def _translated(self, request_id: str) -> Iterator[None]:
-        try:
-            yield
-        except self._failures.dead as error:
-            raise EngineDead(f"request {request_id}: vLLM's engine process died") from error
-        except self._failures.generate as error:
-            cause = error.__cause__ or error
-            raise EngineFault(f"request {request_id}: {type(cause).__name__}: {cause}") from error
-        except (self._failures.refused, ValueError) as error:
-            raise EngineRefused(f"request {request_id}: {error}") from error
 
 
 def _prompt(token_ids: Int32Array, cache_salt: str) -> Any:

@@ -7,8 +7,16 @@ class KvMeter:
     """Made before the engine; `logger_of` is what vLLM takes as a factory of stat loggers."""
 
     def __init__(self) -> None:
-        self.usage = -1.0
-        """0 to 1; negative before the first step."""
+        self._usages: dict[int, float] = {}
+        """By replica."""
+
+    @property
+    def usage(self) -> float:
+        """Of the fullest replica, 0 to 1; negative before the first step."""
+        return max(self._usages.values(), default=-1.0)
+
+    def saw(self, replica: int, usage: float) -> None:
+        self._usages[replica] = usage
 
     def logger_of(self, vllm_config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -19,9 +27,15 @@ class KvMeter:
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 pass
 
-            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+            def record(
+                self,
+                scheduler_stats: Any,
+                iteration_stats: Any,
+                mm_cache_stats: Any = None,
+                engine_idx: int = 0,
+            ) -> None:
                 if scheduler_stats is not None:
-                    meter.usage = float(scheduler_stats.kv_cache_usage)
+                    meter.saw(engine_idx, float(scheduler_stats.kv_cache_usage))
 
             def log_engine_initialized(self) -> None:
                 pass

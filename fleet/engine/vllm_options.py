@@ -26,7 +26,7 @@ def prepare_environment(config: ServeConfig) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     # No model code or configuration is fetched: what is served is the folder that was named.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if config.tensor_parallel_size > 1:
+    if config.num_workers > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _binding(config))
     elif config.num_threads > 0:
         # Not bound: several servers and a trainer on one machine would all be bound to the first cores.
@@ -36,13 +36,14 @@ def prepare_environment(config: ServeConfig) -> None:
 
 def _binding(config: ServeConfig) -> str:
     cores = sorted(os.sched_getaffinity(0))
-    each = config.num_threads or len(cores) // config.tensor_parallel_size
-    if each < 1 or each * config.tensor_parallel_size > len(cores):
+    workers = config.num_workers
+    each = config.num_threads or len(cores) // workers
+    if each < 1 or each * workers > len(cores):
         raise ConfigError(
-            f"tensor_parallel_size = {config.tensor_parallel_size} with num_threads = {config.num_threads} needs more "
-            f"than the {len(cores)} cores that this process may use"
+            f"tensor_parallel_size = {config.tensor_parallel_size} x data_parallel_size = {config.data_parallel_size} "
+            f"with num_threads = {config.num_threads} needs more than the {len(cores)} cores that this process may use"
         )
-    starts = range(0, each * config.tensor_parallel_size, each)
+    starts = range(0, each * workers, each)
     return "|".join(",".join(str(core) for core in cores[start : start + each]) for start in starts)
 
 
@@ -65,11 +66,8 @@ def engine_args(config: ServeConfig) -> Any:
 
     check_version(str(vllm.__version__))
     on_cpu = current_platform.is_cpu()
-    memory: dict[str, Any] = (
-        {"kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB)}
-        if on_cpu
-        else {"gpu_memory_utilization": config.gpu_memory_utilization}
-    )
+    if not on_cpu:
+        check_devices(config, current_platform.device_count())
     return AsyncEngineArgs(
         model=str(config.model),
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -81,8 +79,9 @@ def engine_args(config: ServeConfig) -> Any:
         max_model_len=config.max_model_len or -1,
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
+        data_parallel_size=config.data_parallel_size,
         distributed_executor_backend="mp",
-        **memory,
+        **memory_arguments(config, on_cpu=on_cpu),
         enable_prefix_caching=True,
         enforce_eager=on_cpu,
         generation_config="vllm",  # the model's own generation_config.json has no say
@@ -95,6 +94,22 @@ def engine_args(config: ServeConfig) -> Any:
         enable_log_requests=False,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
     )
+
+
+def check_devices(config: ServeConfig, num_devices: int) -> None:
+    """Raise `ConfigError` where there are fewer devices than workers."""
+    if config.num_workers > num_devices:
+        raise ConfigError(
+            f"tensor_parallel_size = {config.tensor_parallel_size} x data_parallel_size = {config.data_parallel_size} "
+            f"needs {config.num_workers} devices of this machine, and {num_devices} can be seen"
+        )
+
+
+def memory_arguments(config: ServeConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """A CPU engine is told the size of its KV cache; one on GPUs measures what its share leaves beside the weights."""
+    if on_cpu:
+        return {"kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB)}
+    return {"gpu_memory_utilization": config.gpu_memory_utilization}
 
 
 def request_params(sampling: SamplingParams, max_tokens: int, *, return_kept_tokens: bool = False) -> Any:

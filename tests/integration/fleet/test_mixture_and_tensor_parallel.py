@@ -1,9 +1,11 @@
-"""Two more engines: a mixture of experts, and a model that is cut over two workers; each is updated and probed.
+"""Three more engines: a mixture of experts, a model that is cut over two workers, and one with two replicas; each is
+updated and probed.
 
 What an update does to experts is proven in every run of the tests by `test_packed_experts.py`, without an engine.
 """
 
 import json
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from asyppo_async.rpc.client import FleetClient
 from asyppo_async.trainer.worker.names import CheckpointNames
 from asyppo_async.weights.manifest import leaf_module, manifest_of_checkpoint
-from tests.integration.fleet.conftest import HOSTILE_GENERATION_CONFIG, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.integration.fleet.conftest import (
+    HOSTILE_GENERATION_CONFIG,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    call_of,
+    sampling_of,
+)
 from tests.integration.fleet.test_models_and_endings import FLOORS, check_updates
 
 pytestmark = pytest.mark.engine
@@ -89,6 +97,44 @@ async def test_two_workers_of_one_server_take_their_shards_of_every_tensor(
             info = await client.info(30)
             assert info.num_workers == 2
             await check_updates(client, folder, "float32", open_trainer)
+
+
+@pytest.mark.long
+@pytest.mark.report("P78")
+async def test_two_replicas_of_one_server_sample_and_are_updated_in_every_way(
+    make_model, start_server, open_trainer
+) -> None:
+    folder = make_model(True, "float32")
+    options = ("--max-num-seqs", "8", "--data-parallel-size", "2", "--metrics-port", "0")
+    prompt = np.arange(3, 20, dtype=np.int32)
+    with start_server(folder, *options) as running:
+        async with FleetClient(running.address) as client:
+            info = await client.info(30)
+            assert (info.num_workers, info.max_num_seqs) == (2, 16)
+            await check_updates(client, folder, "float32", open_trainer)
+            async with open_trainer(
+                client, folder, "float32", run_id="ranks", way="direct", num_workers=2
+            ) as trainer:
+                await trainer.publish(0)
+                trainer.reference.perturb(7)
+                scored, sampled = await trainer.publish(1)
+                assert max(scored.mean, sampled.mean) < FLOORS["float32"]
+                call = call_of("ranks", prompt, 12, sampling_of(100))
+                responses = await client.collect(call, 120, lambda _: None)
+                assert len({tuple(response.token_ids.tolist()) for response in responses}) == 12
+                for response in responses:
+                    theirs = trainer.reference.response_logprobs(prompt, response)
+                    np.testing.assert_allclose(response.behaviour_logprobs, theirs, atol=1e-5)
+        made = tokens_by_replica(running.metrics_port)
+        assert len(made) == 2 and min(made) >= 600, made
+
+
+def tokens_by_replica(metrics_port: int) -> list[float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return [
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:generation_tokens_total{")
+    ]
 
 
 def test_names_of_the_mixture_are_those_that_a_publication_sends(mixture: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import ConfigError
-from asyppo_async.fleet.engine.vllm_options import prepare_environment
+from asyppo_async.fleet.engine.vllm_options import memory_arguments, prepare_environment
 
 SCRIPT = Path(sys.executable).with_name("asyppo-fleet")
 
@@ -71,6 +71,14 @@ def test_host_when_beyond_loopback_then_needs_a_token_client_certificates_or_the
         open_to_all.check_exposure(has_token=True)
     ServeConfig(model=Path("m"), host=host, tls_client_ca=Path("a"), **tls).check_exposure(has_token=False)
     ServeConfig(model=Path("m"), host=host, insecure=True).check_exposure(has_token=False)
+
+
+def test_memory_when_the_engine_is_on_a_cpu_or_a_gpu_then_it_gets_the_option_that_it_knows() -> None:
+    config = ServeConfig(model=Path("m"), kv_cache_gib=0.5, gpu_memory_utilization=0.7)
+    assert memory_arguments(config, on_cpu=True) == {"kv_cache_memory_bytes": 2**29}
+    assert memory_arguments(config, on_cpu=False) == {"gpu_memory_utilization": 0.7}
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        ServeConfig(model=Path("m"), gpu_memory_utilization=1.5)
 
 
 def test_environment_when_it_disables_our_plugin_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
