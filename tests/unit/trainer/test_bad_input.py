@@ -1,6 +1,7 @@
 """What a user gets wrong: one line that says what and where, exit code 1, nothing started, nothing hung."""
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -124,3 +125,16 @@ def test_folder_when_it_holds_another_kind_of_model_then_key_and_folder_are_name
     assert f"actor.model: {other} has no *.safetensors weights" in program.fails_with(
         "--set", f"actor.model={other}"
     )
+
+
+def test_critic_when_one_of_an_uneven_ensemble_has_another_vocabulary_then_it_is_named(
+    program: Program, tiny_models: Path
+) -> None:
+    other = program.folder / "other-critic"
+    shutil.copytree(tiny_models / "critic", other)
+    tree = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**tree, "vocab_size": tree["vocab_size"] + 1}))
+    each = f'critic.each=[{{}}, {{model="{other}"}}]'
+    words = program.fails_with("--set", each)
+    assert f"critic.model {other} has another vocabulary than actor.model" in words
+    assert "critic.each describes 1 critics" in program.fails_with("--set", "critic.each=[{}]")
