@@ -27,8 +27,9 @@ STUDY_OF = {
     "single": "single",
     "orthogonal": "orthogonal",
 }
-"""The blocks of the page, each made from one study's results."""
-BLOCKS = tuple(STUDY_OF)
+"""Blocks of the page, each made from one study's results."""
+BLOCKS = tuple(name for name, study in STUDY_OF.items() if study in STUDIES)
+"""Of them those whose studies have been run."""
 METHODS = ("no correction", "IcePoP mask", "IcePoP mask + MIS", "IcePoP weight", "TIS 2")
 
 
