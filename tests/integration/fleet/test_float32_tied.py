@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from tests.integration.fleet.kept_sets import (
     sets_of_engine,
     sets_of_reference,
 )
-from tests.integration.service.dashboard import asked_for, series_of
+from tests.integration.service.dashboard import OLD_PROMETHEUS, asked_for, scrape, series_of
 
 FLOOR = 1e-5
 IN_FLIGHT_TOLERANCE = 2e-5
@@ -324,22 +323,25 @@ async def test_asyppo_faithful_when_tokens_are_stale_then_the_share_outside_is_t
     np.testing.assert_array_equal(stale, truth)
 
 
-def test_metrics_when_the_engine_worked_then_the_endpoint_has_what_the_dashboard_asks_for(server) -> None:
+async def test_metrics_when_the_engine_worked_then_the_endpoint_has_what_the_dashboard_asks_for(
+    server,
+) -> None:
     """vLLM's own series beside ours, in one scrape, and both have seen the same work."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    text = await scrape(server.metrics_port)
     wanted = asked_for()
     assert len({name for name in wanted if name.startswith("vllm:")}) >= 4
     assert wanted - series_of(text) == set()
+    escaped = {name.replace(":", "_") for name in wanted}
+    assert escaped - series_of(await scrape(server.metrics_port, OLD_PROMETHEUS)) == set()
     assert (
         value_of(text, "vllm:generation_tokens_total") >= value_of(text, "asyppo_fleet_tokens_total") > 1000
     )
     assert value_of(text, "vllm:num_requests_running") == 0
 
 
-def value_of(scrape: str, series: str) -> float:
+def value_of(text: str, series: str) -> float:
     """Of the only series of this name, whatever its labels."""
-    (line,) = [line for line in scrape.splitlines() if re.split(r"[{ ]", line, maxsplit=1)[0] == series]
+    (line,) = [line for line in text.splitlines() if re.split(r"[{ ]", line, maxsplit=1)[0] == series]
     return float(line.rsplit(" ", 1)[1])
 
 

@@ -18,17 +18,9 @@ from asyppo_async.fleet.engine.scripted import Script
 from asyppo_async.fleet.metrics import SCRAPE_S
 from asyppo_async.logs import JsonFormatter
 from asyppo_async.rpc.security import OPEN
-from tests.integration.service.dashboard import asked_for, series_of
+from tests.integration.service.dashboard import asked_for, scrape, series_of
 
 DEADLINE_S = 20.0
-
-
-async def scrape(port: int) -> str:
-    def read() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            return str(answer.read().decode())
-
-    return await asyncio.to_thread(read)
 
 
 def status_of(port: int) -> int:
