@@ -125,7 +125,7 @@ def decode_version_runs(runs: Sequence[fleet_pb2.VersionRun], num_tokens: int) -
     """The version of each of `num_tokens` tokens, non-decreasing."""
     versions = np.empty(num_tokens, dtype=np.int32)
     end = last = 0
-    for run in runs:
+    for run in runs[:]:
         begin, end, version = end, end + run.num_tokens, run.version
         if begin == end or not last <= version <= _LAST_VERSION:
             raise _wrong_runs(runs, num_tokens)
