@@ -80,11 +80,15 @@ async def test_outbox_when_something_is_urgent_then_it_goes_at_once_with_what_wa
 
 async def test_generate_when_chunks_are_cut_by_tokens_then_messages_are_few(serving, draw) -> None:
     settings = {"chunk_tokens": 32, "chunk_s": LONG_S}
-    counts: list[int] = []
-    async with serving(Script(delta_delay_s=0.001), **settings) as server:
-        (response,) = await server.client.collect(draw(max_tokens=132), DEADLINE_S, counts.append)
-    assert response.token_ids.tolist() == ((12 + 7 * np.arange(132)) % 64).tolist()
-    assert counts == [4, 36, 68, 100, 132], "the first tokens at once, then 32 at a time"
+    async with (
+        serving(Script(delta_delay_s=0.001), **settings) as server,
+        server.client.generate(draw(max_tokens=132), DEADLINE_S) as stream,
+    ):
+        messages = [chunk.token_ids async for chunk in stream]
+    assert np.concatenate(messages).tolist() == ((12 + 7 * np.arange(132)) % 64).tolist()
+    sizes = list(map(len, messages))
+    assert sizes[0] < 32, "the first tokens at once"
+    assert 3 <= len(sizes) <= 5 and min(sizes[1:-1]) >= 32, "then 32 at a time, and what came meanwhile"
 
 
 class StuckAfter(asyncio.Event):
