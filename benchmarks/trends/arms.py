@@ -63,6 +63,8 @@ class Study:
 
     arms: tuple[Arm, ...]
     num_steps: int
+    least_seeds: int = 5
+    """That are stored of every arm."""
 
 
 NO_MASKS = ("algorithm.advantage_mask_share=0", "algorithm.entropy_filter_share=0")

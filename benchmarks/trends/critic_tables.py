@@ -16,8 +16,8 @@ def pretraining(arms: Sequence[Arm], results: Results) -> str:
     """Reward, length and what the first advantages look like along the response."""
     lines = [
         f"| arm | all steps | last fifth | tokens, first {EARLY_STEPS} steps | tokens, last fifth | advantage, first "
-        "tenth | advantage, last tenth | explained variance | difference, all steps | difference, last fifth |",
-        "|---" * 10 + "|",
+        "tenth | advantage, last tenth | difference, all steps | difference, last fifth |",
+        "|---" * 9 + "|",
     ]
     runs = [run for arm in arms for run in results.of_arm(arm.name)]
     for arm in arms:
@@ -26,7 +26,6 @@ def pretraining(arms: Sequence[Arm], results: Results) -> str:
         cells += [spread([statistics.fmean(run.lengths[:EARLY_STEPS]) for run in own], 1)]
         cells += [spread([statistics.fmean(run.lengths[-(len(run.lengths) // 5) :]) for run in own], 1)]
         cells += [spread([run.figures[name] for run in own]) for name in ENDS]
-        cells += [spread([run.figures["critic_0/explained_variance_used"] for run in own], 2)]
         itself = arm.against == arm.name
         tests = [compare([f(run) for run in own], [f(run) for run in other]) for f in (whole, late)]
         cells += ["-"] * 2 if itself else [*map(test_of, tests)]

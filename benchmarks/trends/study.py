@@ -38,7 +38,7 @@ from benchmarks.trends.pretrained import coverage_and_heads
 from benchmarks.trends.reference import reference_success
 from benchmarks.trends.results import Measurement, Results, Run
 from benchmarks.trends.std_and_gradients import std_against_gradients
-from benchmarks.trends.studies import STUDIES, UNMEASURED
+from benchmarks.trends.studies import STUDIES
 
 EARLY_STEPS = 10
 """Over which advantages by position are averaged: before critics and policy have found each other."""
@@ -72,16 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", choices=[*STUDIES, *UNMEASURED])
+    parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", nargs="*", help="names of arms")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    study, results, commit = (
-        {**STUDIES, **UNMEASURED}[arguments.study],
-        Results(arguments.study),
-        commit_of_code(),
-    )
+    study, results, commit = STUDIES[arguments.study], Results(arguments.study), commit_of_code()
     # Seed by seed: a study that is stopped early has all arms at equal seeds.
     for seed in range(arguments.seeds):
         for arm in study.arms:
