@@ -129,7 +129,7 @@ class WeightSessionServicer(fleet_pb2_grpc.WeightSessionServicer):
         self, request: fleet_pb2.OpenSessionRequest, context: Any
     ) -> fleet_pb2.OpenSessionResponse:
         async with _answering(context, f"OpenSession {request.run_id!r} epoch {request.epoch}"):
-            session, meeting = decode_session(request, self._service.floor.engine.info.num_workers)
+            session, meeting = decode_session(request, self._service.floor.engine.info)
             held_version = await self._service.receiver.open_session(session, meeting)
         return fleet_pb2.OpenSessionResponse(held_version=held_version)
 

@@ -142,16 +142,21 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
         raise CallError("INVALID_ARGUMENT", wrong)
 
 
-def decode_session(request: fleet_pb2.OpenSessionRequest, num_workers: int) -> tuple[Session, Meeting]:
-    """`num_workers`: of the engine; each takes a rank of its own in the direct way."""
+def decode_session(request: fleet_pb2.OpenSessionRequest, info: EngineInfo) -> tuple[Session, Meeting]:
+    """In the direct way each worker of the engine takes a rank of its own."""
     way = request.way or "staged"
     if way not in get_args(Way):
         raise CallError("INVALID_ARGUMENT", f"a way is one of {', '.join(get_args(Way))}, got {way!r}")
+    if way == "direct" and info.max_lora_rank:
+        raise CallError(
+            "INVALID_ARGUMENT",
+            "this server takes adapters (--enable-lora), which arrive in host memory: use the way staged or folder",
+        )
     if way == "folder":
         if not request.folder:
             raise CallError("INVALID_ARGUMENT", "the way folder needs a folder")
     else:
-        _check_group(request, way, num_workers if way == "direct" else 1)
+        _check_group(request, way, info.num_workers if way == "direct" else 1)
     check_positive("lease_s", request.lease_s)
     check_positive("deadline_s", request.deadline_s)
     identity = RunIdentity(run_id=request.run_id, incarnation=request.incarnation)

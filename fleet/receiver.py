@@ -17,6 +17,7 @@ from asyppo_async.fleet.prober import ProbeOutcome, Prober, ProbeWork
 from asyppo_async.fleet.rollouts import RolloutFloor
 from asyppo_async.fleet.staging import Meeting, open_arrival
 from asyppo_async.fleet.update_state import Phase, RunIdentity, Session, UpdateState
+from asyppo_async.weights.adapter import adapter_differences
 from asyppo_async.weights.manifest import Manifest
 from asyppo_async.weights.transfer import ReceiveReport
 
@@ -175,13 +176,18 @@ class Receiver:
         await self._end_update(Phase.CLOSED)
 
     def _check_manifest(self, senders: Manifest) -> None:
-        differences = self._manifest.difference(senders)
+        max_rank = self._quiet.engine.info.max_lora_rank
+        if max_rank:
+            kind, differences = "adapter", adapter_differences(senders, self._manifest, max_rank)
+        else:
+            kind, differences = "tensors", self._manifest.difference(senders)
         if differences:
             shown = "; ".join(differences[:_MAX_LISTED])
             more = f"; and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
             raise CallError(
                 "FAILED_PRECONDITION",
-                f"the sender's tensors are not this server's ({len(differences)} differences): {shown}{more}",
+                f"the sender's {kind} {'does' if max_rank else 'do'} not fit this server's model ({len(differences)} "
+                f"differences): {shown}{more}",
             )
 
     async def _wait_until_loaded(self, deadline_s: float) -> None:

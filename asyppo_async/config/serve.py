@@ -10,6 +10,9 @@ from asyppo_async.config.hosts import is_loopback
 from asyppo_async.config.learner import Dtype
 from asyppo_async.errors import ConfigError
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""For which vLLM has room."""
+
 
 class ServeConfig(Section):
     """One fleet server."""
@@ -64,6 +67,10 @@ class ServeConfig(Section):
     """Engine workers that share the model."""
     data_parallel_size: int = Field(default=1, ge=1)
     """Replicas of the model behind this server, each with --max-num-seqs and --tensor-parallel-size of its own."""
+    enable_lora: bool = False
+    """Versions are adapters (LoRA) over this model, not whole weights; none at first. See docs/publication.md."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter, with --enable-lora: 1, 8, 16, 32, 64, 128, 256, 320 or 512."""
     probe_slots: int = Field(default=2, ge=1)
     """Of max_num_seqs, how many are kept free for the probe after each weight update."""
     max_queued_samples: int = Field(default=4096, ge=1)
@@ -98,6 +105,13 @@ class ServeConfig(Section):
         if not host or "/" in host or " " in host:
             raise ValueError(f"a host name or address is needed, got {host!r}")
         return host
+
+    @field_validator("max_lora_rank")
+    @classmethod
+    def _is_a_rank_of_the_engine(cls, rank: int) -> int:
+        if rank not in LORA_RANKS:
+            raise ValueError(f"the engine makes room for ranks {', '.join(map(str, LORA_RANKS))}, got {rank}")
+        return rank
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -114,6 +114,8 @@ class EngineInfo:
     max_kept_tokens: int
     """Largest top_k of which it can say what was kept."""
     returns_routed_experts: bool
+    max_lora_rank: int = 0
+    """Largest rank of the adapters that are its versions; 0: its versions are whole weights."""
 
 
 class Engine(Protocol):

@@ -48,6 +48,8 @@ class Script:
     load_s: float = 0.0
     num_experts: int = 0
     """A mixture of three layers of so many experts, two for each token; 0: a dense model."""
+    max_lora_rank: int = 0
+    """Above 0: its versions are adapters."""
     marked_by: Literal["load", "version"] = "load"
     """What `m` is: the number of loads until now, or the version that was loaded last."""
 
@@ -99,6 +101,7 @@ class ScriptedEngine:
             num_workers=1,
             max_kept_tokens=self._script.vocab_size,
             returns_routed_experts=self._script.num_experts > 0,
+            max_lora_rank=self._script.max_lora_rank,
         )
 
     @property

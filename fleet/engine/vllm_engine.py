@@ -15,7 +15,6 @@ from asyppo_async.errors import FleetError
 from asyppo_async.fleet.engine.protocol import (
     Delta,
     DirectPlace,
-    EndOfSample,
     EngineFault,
     EngineInfo,
     EngineRefused,
@@ -24,6 +23,7 @@ from asyppo_async.fleet.engine.protocol import (
     StagedWeights,
     WeightsLabel,
 )
+from asyppo_async.fleet.engine.vllm_adapters import VllmAdapters
 from asyppo_async.fleet.engine.vllm_failures import vllm_failures
 from asyppo_async.fleet.engine.vllm_held_tokens import HeldTokens
 from asyppo_async.fleet.engine.vllm_meter import KvMeter
@@ -33,12 +33,13 @@ from asyppo_async.fleet.engine.vllm_options import (
     request_params,
     score_params,
 )
-from asyppo_async.fleet.engine.vllm_outputs import split_logprobs
+from asyppo_async.fleet.engine.vllm_outputs import delta_of
 from asyppo_async.fleet.engine.vllm_replicas import Replicas, agreed
 from asyppo_async.fleet.engine.vllm_thread import EngineThread
 from asyppo_async.fleet.engine.vllm_versions import VersionReader, label_text
 from asyppo_async.fleet.engine.vllm_weights import VllmWeights, worker_errors
 from asyppo_async.types import Float32Array, Int32Array, SamplingParams
+from asyppo_async.weights.manifest import manifest_of_checkpoint
 
 FIRST_LABEL = WeightsLabel(version=0, load=0)
 
@@ -47,7 +48,6 @@ _FIRST = -1
 """vLLM's priority of what goes first; that of all else is 0."""
 _SHUTDOWN_S = 15
 """vLLM's processes need several seconds to end on a busy machine, and are killed after this."""
-_ENDS: dict[str, EndOfSample] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @contextlib.asynccontextmanager
@@ -102,6 +102,11 @@ class VllmEngine:
         self._llm = llm
         self._kv_meter = kv_meter
         self._weights = VllmWeights(llm)
+        self._adapters: VllmAdapters | None = None
+        if config.enable_lora:
+            self._adapters = VllmAdapters(llm, manifest_of_checkpoint(config.model, config.dtype))
+        self._staged: VllmWeights | VllmAdapters = self._adapters or self._weights
+        """What loads the versions that arrive in host memory."""
         self._failures = vllm_failures()
         self._replicas = Replicas(config.data_parallel_size)
         self._dtype = config.dtype
@@ -110,6 +115,7 @@ class VllmEngine:
             max_model_len=int(llm.model_config.max_model_len),
             num_workers=config.num_workers,
             max_kept_tokens=config.max_kept_tokens,
+            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
             returns_routed_experts=False,  # vLLM's runner V2 alone says which, and needs Triton
         )
 
@@ -127,6 +133,8 @@ class VllmEngine:
     async def warm_up(self) -> None:
         """Run every path once: the first request of a CPU engine compiles its kernels, for up to half a minute."""
         await self.set_label(FIRST_LABEL)
+        if self._adapters is not None:
+            await self._adapters.start()
         length = max(1, min(32, self._info.max_model_len - _WARM_UP_TOKENS))
         ids = np.arange(length, dtype=np.int32) % self._info.vocab_size
         sampling = SamplingParams(
@@ -153,11 +161,16 @@ class VllmEngine:
         priority = _FIRST if request.goes_first else 0
         with self._failures.translated(request.id), self._replicas.place() as replica:
             stream = self._llm.generate(
-                prompt, params, request.id, priority=priority, data_parallel_rank=replica
+                prompt,
+                params,
+                request.id,
+                lora_request=self._adapter,
+                priority=priority,
+                data_parallel_rank=replica,
             )
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    yield _delta(
+                    yield delta_of(
                         request.id, output.outputs[0], versions, with_kept=request.return_kept_tokens
                     )
 
@@ -177,7 +190,12 @@ class VllmEngine:
         self, prompt: Any, token_ids: Int32Array, request_id: str, replica: int | None
     ) -> Float32Array:
         stream = self._llm.generate(
-            prompt, score_params(), request_id, priority=_FIRST, data_parallel_rank=replica
+            prompt,
+            score_params(),
+            request_id,
+            lora_request=self._adapter,
+            priority=_FIRST,
+            data_parallel_rank=replica,
         )
         with self._failures.translated(request_id):
             async with contextlib.aclosing(stream):
@@ -198,14 +216,14 @@ class VllmEngine:
         await self._llm.abort(list(request_ids))
 
     async def verify_staged(self, staged: StagedWeights) -> None:
-        await self._weights.verify_staged(staged)
+        await self._staged.verify_staged(staged)
 
     async def pause(self, kv_on_update: KvOnUpdate) -> None:
         with worker_errors("pause"):
             await self._llm.pause_generation(mode="keep", clear_cache=kv_on_update == "recompute")
 
     async def load_staged(self, staged: StagedWeights, label: WeightsLabel) -> None:
-        await self._weights.load_staged(staged, label)
+        await self._staged.load_staged(staged, label)
 
     async def join_direct(self, place: DirectPlace) -> None:
         await self._weights.join_direct(place)
@@ -239,7 +257,9 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         llm, self._llm = self._llm, None
-        del self._weights
+        if self._adapters is not None:
+            self._adapters.close()
+        del self._weights, self._adapters, self._staged
         llm.shutdown(timeout=_SHUTDOWN_S)
         del llm
         gc.collect()  # vLLM's object is part of a cycle, and its finalizer fails in an interpreter that ends
@@ -251,25 +271,13 @@ class VllmEngine:
         await asyncio.wait([handler])
         return "vLLM's engine process died; its own words are in the log above"
 
+    @property
+    def _adapter(self) -> Any:
+        """What every request names; None: the engine has no adapters."""
+        return None if self._adapters is None else self._adapters.request
+
 
 def _prompt(token_ids: Int32Array, cache_salt: str) -> Any:
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(token_ids.tolist(), cache_salt=cache_salt)
-
-
-def _delta(request_id: str, completion: Any, versions: VersionReader, *, with_kept: bool) -> Delta:
-    token_ids = np.array(completion.token_ids, dtype=np.int32)
-    logprobs, kept = split_logprobs(completion.logprobs, token_ids, with_kept=with_kept)
-    end: EndOfSample | None = None
-    if completion.finish_reason is not None:
-        if completion.finish_reason not in _ENDS:
-            raise EngineFault(f"request {request_id} ended with {completion.finish_reason!r}")
-        end = _ENDS[completion.finish_reason]
-    return Delta(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        kept=kept,
-        runs=versions.take(len(token_ids), completion.weight_versions),
-        end=end,
-    )

@@ -6,8 +6,11 @@ from typing import Any
 
 from asyppo_async.config.serve import ServeConfig
 from asyppo_async.errors import ConfigError
+from asyppo_async.fleet.engine.vllm_adapters import NUM_PLACES
 from asyppo_async.fleet.engine.vllm_plugin import BACKEND, check_enabled
 from asyppo_async.types import SamplingParams
+from asyppo_async.weights.adapter import adapted_layers
+from asyppo_async.weights.manifest import manifest_of_checkpoint
 
 TESTED_VERSION = "0.32"
 
@@ -82,6 +85,7 @@ def engine_args(config: ServeConfig) -> Any:
         data_parallel_size=config.data_parallel_size,
         distributed_executor_backend="mp",
         **memory_arguments(config, on_cpu=on_cpu),
+        **adapter_arguments(config),
         enable_prefix_caching=True,
         enforce_eager=on_cpu,
         generation_config="vllm",  # the model's own generation_config.json has no say
@@ -110,6 +114,20 @@ def memory_arguments(config: ServeConfig, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         return {"kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB)}
     return {"gpu_memory_utilization": config.gpu_memory_utilization}
+
+
+def adapter_arguments(config: ServeConfig) -> dict[str, Any]:
+    """Of an engine whose versions are adapters."""
+    if not config.enable_lora:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": config.max_lora_rank,
+        "max_loras": NUM_PLACES,
+        "max_cpu_loras": NUM_PLACES,
+        # Not the head: on a CPU the engine dies when a prompt's log-probs pass through a head with adapters.
+        "lora_target_modules": adapted_layers(manifest_of_checkpoint(config.model, config.dtype)),
+    }
 
 
 def request_params(sampling: SamplingParams, max_tokens: int, *, return_kept_tokens: bool = False) -> Any:

@@ -1,11 +1,36 @@
-"""What vLLM's flat log-probs say of the tokens of one output: their own, and the sets that they were sampled from."""
+"""What one output of vLLM says: its tokens, their log-probs, and the sets that they were sampled from."""
 
 from typing import Any
 
 import numpy as np
 
-from asyppo_async.fleet.engine.protocol import EngineFault
+from asyppo_async.fleet.engine.protocol import Delta, EndOfSample, EngineFault
+from asyppo_async.fleet.engine.vllm_versions import VersionReader
 from asyppo_async.types import Float32Array, Int32Array, KeptTokens
+
+_ENDS: dict[str, EndOfSample] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+def delta_of(request_id: str, completion: Any, versions: VersionReader, *, with_kept: bool) -> Delta:
+    """What one output of vLLM, of a request that streams, adds to its sample.
+
+    Raises:
+        EngineFault: it contradicts itself, or what was said before.
+    """
+    token_ids = np.array(completion.token_ids, dtype=np.int32)
+    logprobs, kept = split_logprobs(completion.logprobs, token_ids, with_kept=with_kept)
+    end: EndOfSample | None = None
+    if completion.finish_reason is not None:
+        if completion.finish_reason not in _ENDS:
+            raise EngineFault(f"request {request_id} ended with {completion.finish_reason!r}")
+        end = _ENDS[completion.finish_reason]
+    return Delta(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        kept=kept,
+        runs=versions.take(len(token_ids), completion.weight_versions),
+        end=end,
+    )
 
 
 def split_logprobs(

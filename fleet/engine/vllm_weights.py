@@ -16,18 +16,8 @@ class VllmWeights:
         self._llm = llm
 
     async def verify_staged(self, staged: StagedWeights) -> None:
-        specs = staged.manifest.tensors
-        source = {
-            "process_id": staged.process_id,
-            "file_descriptor": staged.file_descriptor,
-            "num_bytes": staged.num_bytes,
-            "names": [spec.name for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "checksums": list(staged.checksums),
-        }
         with worker_errors("verify the staged weights"):
-            await self._llm.init_weight_transfer_engine(_init_request("staged", source))
+            await self._llm.init_weight_transfer_engine(_init_request("staged", staged_source(staged)))
 
     async def load_staged(self, staged: StagedWeights, label: WeightsLabel) -> None:
         with worker_errors(f"load version {label.version} ({len(staged.load_names)} tensors)"):
@@ -87,6 +77,20 @@ class VllmWeights:
         """Only a failing `update_weights` makes a worker leave an update that has started."""
         with contextlib.suppress(Exception):
             await self._update(abort=reason)
+
+
+def staged_source(staged: StagedWeights) -> dict[str, Any]:
+    """The fields of `StagedSource`, as they travel to a worker."""
+    specs = staged.manifest.tensors
+    return {
+        "process_id": staged.process_id,
+        "file_descriptor": staged.file_descriptor,
+        "num_bytes": staged.num_bytes,
+        "names": [spec.name for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "checksums": list(staged.checksums),
+    }
 
 
 @contextlib.contextmanager

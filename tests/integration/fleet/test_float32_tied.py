@@ -324,9 +324,12 @@ async def test_asyppo_faithful_when_tokens_are_stale_then_the_share_outside_is_t
 
 
 async def test_metrics_when_the_engine_worked_then_the_endpoint_has_what_the_dashboard_asks_for(
-    server,
+    client, server, folder, open_trainer
 ) -> None:
     """vLLM's own series beside ours, in one scrape, and both have seen the same work."""
+    async with open_trainer(client, folder, "float32", run_id="metrics") as trainer:
+        await trainer.publish(0)
+    await client.collect(call_of("metrics", prompt_of(5), 4, 100), DEADLINE_S, lambda _: None)
     text = await scrape(server.metrics_port)
     wanted = asked_for()
     assert len({name for name in wanted if name.startswith("vllm:")}) >= 4
@@ -334,7 +337,7 @@ async def test_metrics_when_the_engine_worked_then_the_endpoint_has_what_the_das
     escaped = {name.replace(":", "_") for name in wanted}
     assert escaped - series_of(await scrape(server.metrics_port, OLD_PROMETHEUS)) == set()
     assert (
-        value_of(text, "vllm:generation_tokens_total") >= value_of(text, "asyppo_fleet_tokens_total") > 1000
+        value_of(text, "vllm:generation_tokens_total") >= value_of(text, "asyppo_fleet_tokens_total") >= 400
     )
     assert value_of(text, "vllm:num_requests_running") == 0
 

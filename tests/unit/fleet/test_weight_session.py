@@ -7,7 +7,7 @@ import pytest
 
 from asyppo_async.errors import FleetMismatch, FleetOverloaded, FleetUnavailable, WeightSyncError
 from asyppo_async.fleet.engine.scripted import Script
-from asyppo_async.rpc.calls import SessionPlace
+from asyppo_async.rpc.calls import SessionPlace, Way
 from asyppo_async.weights.manifest import Manifest, TensorSpec
 
 DEADLINE_S = 20.0
@@ -19,7 +19,7 @@ async def state_of(server) -> tuple[str, str, int]:
     return info.state, info.run_id, info.served_version
 
 
-def nowhere(epoch: int) -> SessionPlace:
+def nowhere(epoch: int, way: Way = "staged") -> SessionPlace:
     """A session whose sender does not listen."""
     return SessionPlace(
         run_id="run",
@@ -32,6 +32,7 @@ def nowhere(epoch: int) -> SessionPlace:
         store_port=1,
         bucket_bytes=4096,
         lease_s=5.0,
+        way=way,
     )
 
 
