@@ -64,6 +64,7 @@ def command(runner: ChaosRunner, *words: str) -> str:
     return done.out
 
 
+@pytest.mark.long
 @pytest.mark.timeout(290)
 def test_pool_of_a_run_when_it_was_killed_and_resumed_then_holds_every_trained_response_whole(
     run: Finished, runner: ChaosRunner, pool: Path
@@ -81,6 +82,7 @@ def test_pool_of_a_run_when_it_was_killed_and_resumed_then_holds_every_trained_r
     assert f"{len(entries)} trajectories" in shown and "hold fewer than 1000" in shown
 
 
+@pytest.mark.long
 @pytest.mark.timeout(290)
 def test_trace_of_a_run_when_asked_for_a_prompt_then_shows_its_tokens_with_both_critics(
     run: Finished, runner: ChaosRunner

@@ -21,6 +21,7 @@ DISK_BYTES = 2**28
 
 
 @pytest.mark.report("P46")
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_run_whose_disk_is_full_goes_on_and_comes_back_from_the_checkpoint_before(
     runner: ChaosRunner, server: ScriptedServer, tmp_path: Path
