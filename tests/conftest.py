@@ -7,19 +7,23 @@ from typing import Any
 
 import pytest
 
-# Seconds of one area, on two cores, start-up of its engine or groups included; 38 minutes together.
+# Seconds of one area, on two cores, start-up of its engine or groups included; 36 minutes together.
 AREA_BUDGETS_S = {
     "static": 120,
     "unit": 420,
     "simulation": 110,
-    "integration/fleet": 500,
+    "integration/fleet": 420,
     "integration/second_engine": 190,
     "integration/worker": 260,
     "integration/run": 280,
     "integration/chaos": 300,
-    "integration/service": 80,
+    "integration/service": 60,
 }
 FILE_BUDGET_S = 300
+TOTAL_BUDGET_S = 36 * 60
+SLOW_MACHINE = 1.5
+"""One machine needs up to 1.6 times the seconds of another, or of itself an hour ago. So what is over its budget is
+said, and what is over it by this factor fails, or all of it where the sum is over its own."""
 
 _TESTS = Path(__file__).parent
 
@@ -42,24 +46,28 @@ class Budgets:
         self.areas[area] += report.duration
         self.files[relative] += report.duration
 
-    def overruns(self) -> list[str]:
+    def overruns(self, factor: float = 1.0) -> list[str]:
+        """What took longer than `factor` times its budget."""
         if not self.only_quick:
             return []
-        areas = [
-            f"area {area}: {spent_s:.0f} s of {AREA_BUDGETS_S.get(area, 0)} s"
-            for area, spent_s in self.areas.items()
-            if spent_s > AREA_BUDGETS_S.get(area, 0)
+        spent = [
+            (f"area {area}", spent_s, AREA_BUDGETS_S.get(area, 0)) for area, spent_s in self.areas.items()
         ]
-        files = [
-            f"file {file}: {spent_s:.0f} s of {FILE_BUDGET_S} s"
-            for file, spent_s in self.files.items()
-            if spent_s > FILE_BUDGET_S
+        spent += [(f"file {file}", spent_s, FILE_BUDGET_S) for file, spent_s in self.files.items()]
+        return [
+            f"{name}: {spent_s:.0f} s of {budget_s} s"
+            for name, spent_s, budget_s in spent
+            if spent_s > factor * budget_s
         ]
-        return areas + files
+
+    @property
+    def is_too_slow(self) -> bool:
+        total_s = sum(self.areas.values())
+        return bool(self.overruns(SLOW_MACHINE)) or (self.only_quick and total_s > TOTAL_BUDGET_S)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.overruns() and session.exitstatus == pytest.ExitCode.OK:
+        if self.is_too_slow and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
