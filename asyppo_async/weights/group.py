@@ -33,6 +33,7 @@ _HANG_UP_TAG = 0x48414E47
 """Of operations that no peer sends."""
 _HANG_UP_S = 0.001
 _DEVICE_EVERY_S = 0.001
+_GIVEN_UP_EVERY_S = 0.05
 
 
 def noticed_by_group(words: str) -> bool:
@@ -255,10 +256,12 @@ def _hang_up(group: _Collectives) -> None:
 
 
 def _outlive(group: _Collectives, works: list[Work]) -> None:
-    """Hold `group` until gloo has given up `works`: whoever drops its last reference waits for them."""
-    for work in works:
-        with contextlib.suppress(RuntimeError):
-            work.wait()
+    """Hold `group` until gloo has given up `works`: whoever drops its last reference waits for them.
+
+    Asleep, not in `wait`: a daemon thread that comes back from torch's C++ while Python ends aborts the process.
+    """
+    while not all(work.is_completed() for work in works):
+        time.sleep(_GIVEN_UP_EVERY_S)
     del group
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -115,12 +116,32 @@ def send(arguments: dict, manifest: Manifest) -> None:
     send_tensors(group, manifest, buckets, tensors, arguments["deadline_s"])
 
 
+def leave(arguments: dict, manifest: Manifest) -> None:
+    """Close both ends of a transfer that is half through, and end about when gloo gives it up."""
+    store, port = open_store("127.0.0.1", 2, 20.0)
+
+    def join(rank: int) -> WeightGroup:
+        place = ("127.0.0.1", port) if rank else store
+        return WeightGroup.join(
+            backend="gloo", store=place, rank=rank, world_size=2, epoch=1, deadline_s=20.0, host="127.0.0.1"
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(join, range(2)))
+    for group, num_mib in zip(groups, (16, 32), strict=True):
+        data = torch.zeros(num_mib * 2**20, dtype=torch.uint8)
+        group.begin_broadcast(data, "more than is sent", arguments["deadline_s"])
+    for group in groups:
+        group.close()
+    say(outlives="closed-group" in [thread.name for thread in threading.enumerate()])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
     manifest = manifest_of(arguments["num_elements"], arguments["num_tensors"])
     try:
-        {"send": send, "receive": receive}[arguments["role"]](arguments, manifest)
+        {"send": send, "receive": receive, "leave": leave}[arguments["role"]](arguments, manifest)
     except WeightSyncError as error:
         say(error=str(error))
 

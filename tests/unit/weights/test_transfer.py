@@ -407,3 +407,12 @@ async def test_close_when_a_receive_of_its_own_is_under_way_then_all_others_noti
     with pytest.raises(WeightSyncError, match="its bucket failed"):
         await asyncio.to_thread(under_way.finish)
     assert time.monotonic() - started_s < 10
+
+
+async def test_end_when_a_closed_group_is_still_being_given_up_then_the_process_is_not_aborted() -> None:
+    outlived = []
+    for deadline_s in (0.2, 0.25, 0.3, 0.35, 0.4):
+        async with peer(role="leave", num_elements=1, num_tensors=1, deadline_s=deadline_s) as leaving:
+            outlived.append((await leaving.event())["outlives"])
+            assert await asyncio.wait_for(leaving.process.wait(), 30) == 0
+    assert any(outlived)
