@@ -1,11 +1,13 @@
 """Structured concurrency whose errors come out as themselves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_TICKS = 10
 
 
 @asynccontextmanager
@@ -33,3 +35,23 @@ async def together(*coroutines: Coroutine[None, None, T]) -> list[T]:
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
     return [task.result() for task in running]
+
+
+async def within_own_time(awaitable: Awaitable[T], deadline_s: float) -> T:
+    """What another process answers within `deadline_s` in which this one itself ran.
+
+    A process that was held up finds its deadline passed and the answer there, both at once; it is not to take its own
+    absence for the other's.
+
+    Raises:
+        TimeoutError: the time is over; the awaitable is cancelled.
+    """
+    waiting = asyncio.ensure_future(awaitable)
+    try:
+        for _ in range(_TICKS):
+            await asyncio.wait({waiting}, timeout=deadline_s / _TICKS)
+            if waiting.done():
+                return waiting.result()
+        raise TimeoutError
+    finally:
+        waiting.cancel()

@@ -14,11 +14,11 @@ from asyppo_async.trainer.coordinator.connecting import connect
 from asyppo_async.trainer.coordinator.cut import Restored
 from asyppo_async.trainer.coordinator.joins import first_caller, open_joins
 from asyppo_async.trainer.coordinator.membership import Fleet, RunIdentity
+from asyppo_async.trainer.coordinator.parties import all_parties
 from asyppo_async.trainer.coordinator.probing import plan_probe
 from asyppo_async.trainer.coordinator.publish import Publisher, open_publisher
 from asyppo_async.trainer.coordinator.rewards import RewardPool
 from asyppo_async.trainer.coordinator.server_check import Expected
-from asyppo_async.trainer.coordinator.together import together
 from asyppo_async.trainer.material import Material
 from asyppo_async.trainer.run_folder import RunFolder
 from asyppo_async.trainer.servers import Servers
@@ -167,7 +167,7 @@ async def open_run_groups(
     ) as (actor, critics):
         if checkpoint is not None:
             states = [actor.state, *(critic.state for critic in critics)]
-            await together([state.restore(checkpoint) for state in states])
+            await all_parties([state.restore(checkpoint) for state in states])
         yield actor, critics
 
 

@@ -85,11 +85,11 @@ class ServeConfig(Section):
     """Largest top_k of a request that wants to know what its tokens were sampled from."""
     engine_silence_s: PositiveSeconds = 120
     """An engine that makes no token and answers no question for so long has failed."""
-    stream_interval: int = Field(default=16, ge=1)
+    stream_interval: int = Field(default=32, ge=1)
     """Tokens of a sample that the engine hands over together; the first comes at once, and none waits for chunk_s."""
     chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens of a call that are sent together, of all its samples; ends of samples do not wait for them."""
-    chunk_s: PositiveSeconds = 0.5
+    chunk_s: PositiveSeconds = 1.0
     """A token of a slow response waits so long at most for others to travel with, also in the engine."""
     drain_grace_s: PositiveSeconds = 30
     """After the first signal, how long running requests may take to finish."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc.aio
 
-from asyppo_async.concurrency import beside
+from asyppo_async.concurrency import beside, within_own_time
 from asyppo_async.errors import FleetUnavailable
 from asyppo_async.rpc import codec
 from asyppo_async.rpc.calls import (
@@ -85,8 +85,7 @@ class FleetClient:
         stream = self._connection.rollout.WatchInfo(request, metadata=self._connection.metadata)
         try:
             while True:
-                async with asyncio.timeout(interval_s + WATCH_S):
-                    message = await stream.read()
+                message = await within_own_time(stream.read(), interval_s + WATCH_S)
                 if message is grpc.aio.EOF:
                     raise FleetUnavailable(f"server {self.address}: WatchInfo: the server ended the stream")
                 with self._connection.checking("WatchInfo"):

@@ -13,9 +13,9 @@ from asyppo_async.rpc.names import Resolve, addresses_of, addresses_within
 from asyppo_async.rpc.pulse import SILENCE_S
 from asyppo_async.rpc.security import OPEN, ClientSecurity
 from asyppo_async.trainer.coordinator.membership import Fleet, RunIdentity
+from asyppo_async.trainer.coordinator.parties import all_parties
 from asyppo_async.trainer.coordinator.rejoining import Joining
 from asyppo_async.trainer.coordinator.server_check import Expected, check_joining
-from asyppo_async.trainer.coordinator.together import together
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ async def connect(
 
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(client_of(address)) for address in addresses]
-        infos = await together([check_joining(client, expected, join_timeout_s) for client in clients])
+        infos = await all_parties([check_joining(client, expected, join_timeout_s) for client in clients])
         members = [Member(client, info) for client, info in zip(clients, infos, strict=True)]
         by_server: dict[str, Member] = {}
         for member in members:

@@ -17,6 +17,7 @@ from asyppo_async.rpc.member import Member
 from asyppo_async.trainer.coordinator.membership import Fleet
 from asyppo_async.trainer.coordinator.membership_state import Sending
 from asyppo_async.trainer.coordinator.pace import Pace
+from asyppo_async.trainer.coordinator.parties import all_parties, party_and_others
 from asyppo_async.trainer.coordinator.probing import (
     LongTurns,
     ProbePlan,
@@ -26,7 +27,6 @@ from asyppo_async.trainer.coordinator.probing import (
     worst_of,
 )
 from asyppo_async.trainer.coordinator.publication import Publication, Timings, bound_from
-from asyppo_async.trainer.coordinator.together import beside, together
 from asyppo_async.trainer.coordinator.weight_session import (
     WeightSender,
     WeightSession,
@@ -131,7 +131,7 @@ class Publisher:
         """Tell the new number of unchanged weights; no byte is sent, except where a member has older ones."""
         async with self._fleet.renumbering(version) as members:
             with phase("set version", version):
-                await together(
+                await all_parties(
                     [
                         member.client.weights.set_version(
                             self._session.epoch, version, self._settings.min_deadline_s
@@ -162,7 +162,7 @@ class Publisher:
             publication = await self._attempt(sending, attempt, met_s - started_s)
             verdicts = [gap.mean <= publication.bound for gap in publication.servers]
             with phase("verdict", version):
-                await together(
+                await all_parties(
                     [
                         member.client.weights.verdict(
                             self._session.epoch, version, passed, self._settings.min_deadline_s
@@ -194,7 +194,7 @@ class Publisher:
         self._fleet.state.loading(sending)
         with phase("commit", version):
             # The actor scores what it can while the servers load; theirs is what holds tokens back.
-            fixed, loads = await beside(
+            fixed, loads = await party_and_others(
                 self._sender.forward(plan.fixed_request(with_long=with_long)),
                 [self._load(member, version, sent, with_long) for member in members],
             )

@@ -12,7 +12,7 @@ from asyppo_async.errors import AsyppoError, FleetError, WeightSyncError, Worker
 from asyppo_async.rpc.calls import SessionPlace, StageReport
 from asyppo_async.rpc.member import Member
 from asyppo_async.trainer.coordinator.membership import RunIdentity
-from asyppo_async.trainer.coordinator.together import beside, together
+from asyppo_async.trainer.coordinator.parties import all_parties, party_and_others
 from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult
 from asyppo_async.trainer.worker.session_messages import SendResult, SessionStore
 from asyppo_async.weights.manifest import Manifest
@@ -132,9 +132,9 @@ class WeightSession:
                 for each in staging:
                     each.close()
                 raise
-            staged = await together(staging)
+            staged = await all_parties(staging)
         else:
-            sent, staged = await beside(sending, staging)
+            sent, staged = await party_and_others(sending, staging)
         if settings.way != "direct":
             self._held_version = version
         return sent, staged
@@ -151,7 +151,7 @@ class WeightSession:
     async def _open(self) -> list[int]:
         """Without a process group."""
         nowhere = SessionStore(host="", port=0)
-        return await together([self._opened(member, 0, 0, nowhere) for member in self.members])
+        return await all_parties([self._opened(member, 0, 0, nowhere) for member in self.members])
 
     async def _join(self) -> list[int]:
         deadline_s = self._settings.min_deadline_s
@@ -165,7 +165,7 @@ class WeightSession:
             backend=self._settings.backend,
             deadline_s=deadline_s,
         )
-        _, held = await beside(
+        _, held = await party_and_others(
             self._sender.join_session(epoch=self.epoch, deadline_s=deadline_s),
             [
                 self._opened(member, rank, world_size, store)

@@ -10,8 +10,9 @@ import pytest
 
 from asyppo_async.errors import AsyppoError, FleetUnavailable, WeightSyncError, WorkerError
 from asyppo_async.rpc.calls import ProbeReport
-from asyppo_async.trainer.coordinator import together as together_module
+from asyppo_async.trainer.coordinator import parties as parties_module
 from asyppo_async.trainer.coordinator.pace import Pace
+from asyppo_async.trainer.coordinator.parties import all_parties, party_and_others
 from asyppo_async.trainer.coordinator.probing import (
     LongTurns,
     ServerGap,
@@ -22,7 +23,6 @@ from asyppo_async.trainer.coordinator.probing import (
     worst_of,
 )
 from asyppo_async.trainer.coordinator.publication import bound_from
-from asyppo_async.trainer.coordinator.together import beside, together
 from asyppo_async.trainer.worker.messages import ActorForwardResult
 from asyppo_async.types import Response, SamplingParams
 from asyppo_async.weights.probe import ProbeGap
@@ -40,8 +40,8 @@ async def after(seconds: float, outcome: int | AsyppoError) -> int:
 
 
 async def test_together_when_all_succeed_then_results_are_in_their_order() -> None:
-    assert await together([after(0.05, 1), after(0.0, 2), after(0.02, 3)]) == [1, 2, 3]
-    assert await together([]) == []
+    assert await all_parties([after(0.05, 1), after(0.0, 2), after(0.02, 3)]) == [1, 2, 3]
+    assert await all_parties([]) == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ async def test_together_when_peers_notice_first_then_the_servers_own_words_win(
     parts: list[tuple[float, int | AsyppoError]],
 ) -> None:
     with pytest.raises(FleetUnavailable, match="server a:1 is gone"):
-        await together([after(*part) for part in parts])
+        await all_parties([after(*part) for part in parts])
 
 
 async def test_together_when_one_fails_then_the_others_are_cancelled_after_a_while() -> None:
@@ -72,9 +72,9 @@ async def test_together_when_one_fails_then_the_others_are_cancelled_after_a_whi
 
     started_s = time.monotonic()
     with pytest.raises(WorkerError, match="it failed"):
-        await together([long(), after(0.0, WorkerError("it failed"))])
+        await all_parties([long(), after(0.0, WorkerError("it failed"))])
     assert cancelled.is_set()
-    assert time.monotonic() - started_s < together_module.EXPLAIN_S + 1
+    assert time.monotonic() - started_s < parties_module.EXPLAIN_S + 1
 
 
 async def test_together_when_it_is_cancelled_then_its_parts_are() -> None:
@@ -89,7 +89,7 @@ async def test_together_when_it_is_cancelled_then_its_parts_are() -> None:
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await together([long()])
+            await all_parties([long()])
     assert cancelled.is_set()
 
 
@@ -99,7 +99,7 @@ async def test_together_when_a_part_has_a_bug_then_it_is_not_hidden() -> None:
 
     parts: list[Coroutine[object, object, int]] = [bug(), after(0.0, 1)]
     with pytest.raises(BaseExceptionGroup) as caught:
-        await together(parts)
+        await all_parties(parts)
     assert caught.group_contains(ZeroDivisionError)
 
 
@@ -107,9 +107,9 @@ async def test_beside_when_all_succeed_then_the_one_comes_apart() -> None:
     async def text() -> str:
         return "sent"
 
-    assert await beside(text(), [after(0.01, 1), after(0.0, 2)]) == ("sent", [1, 2])
+    assert await party_and_others(text(), [after(0.01, 1), after(0.0, 2)]) == ("sent", [1, 2])
     with pytest.raises(FleetUnavailable):
-        await beside(text(), [after(0.01, FleetUnavailable("a")), after(0.0, 2)])
+        await party_and_others(text(), [after(0.01, FleetUnavailable("a")), after(0.0, 2)])
 
 
 def test_pace_when_a_leg_was_measured_then_three_times_the_slowest_is_its_deadline() -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from asyppo_async.fleet import checksums, operate
 from asyppo_async.fleet.doctor import Finding, examine
 from asyppo_async.fleet.engine.scripted import Script
 from asyppo_async.fleet.traffic import Traffic
+from asyppo_async.rpc import client as client_module
 from asyppo_async.rpc.calls import ServedChecksums
 from asyppo_async.rpc.client import FleetClient
 from asyppo_async.rpc.security import OPEN, ClientSecurity
@@ -112,6 +114,20 @@ async def test_watch_when_the_server_is_silent_then_says_so_in_seconds() -> None
     async with silent, asyncio.timeout(15), FleetClient(f"127.0.0.1:{port}") as client:
         with pytest.raises(FleetUnavailable, match=f"127.0.0.1:{port}"):
             await anext(client.watch(interval_s=0.1))
+
+
+async def test_watch_when_this_process_was_held_up_then_the_server_is_not_taken_for_gone(
+    serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "WATCH_S", 0.5)
+    async with serving() as server:
+        infos = server.client.watch(interval_s=0.2)
+        await anext(infos)
+        waiting = asyncio.create_task(anext(infos))
+        await asyncio.sleep(0.05)
+        time.sleep(1.5)  # noqa: ASYNC251  the loop itself is held up
+        assert (await waiting).state == "serving"
+        await infos.aclose()
 
 
 async def test_watch_when_the_interval_is_wrong_then_refused(serving) -> None:

@@ -14,7 +14,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-async def together(parts: Sequence[Coroutine[object, object, T]]) -> list[T]:
+async def all_parties(parts: Sequence[Coroutine[object, object, T]]) -> list[T]:
     """The results of all parts, in their order.
 
     Where one end of a collective dies, the other ends fail too, often sooner. So after the first failure the others
@@ -42,10 +42,10 @@ async def together(parts: Sequence[Coroutine[object, object, T]]) -> list[T]:
     return [outcome for outcome in outcomes if not isinstance(outcome, AsyppoError)]
 
 
-async def beside(
+async def party_and_others(
     one: Coroutine[object, object, A], others: Sequence[Coroutine[object, object, B]]
 ) -> tuple[A, list[B]]:
-    """`together` for one part of another kind than the rest."""
+    """`all_parties` for one part of another kind than the rest."""
     first: list[A] = []
     rest: dict[int, B] = {}
 
@@ -55,7 +55,7 @@ async def beside(
     async def keep(index: int, other: Coroutine[object, object, B]) -> None:
         rest[index] = await other
 
-    await together([keep_first(), *(keep(index, other) for index, other in enumerate(others))])
+    await all_parties([keep_first(), *(keep(index, other) for index, other in enumerate(others))])
     return first[0], [rest[index] for index in range(len(others))]
 
 
