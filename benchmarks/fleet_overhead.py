@@ -24,6 +24,7 @@ from pathlib import Path
 
 import uvloop
 
+from asyppo_async.config.serve import ServeConfig
 from benchmarks.fleet_contenders import GROUP_SIZE, Contender, Setting, http_server, in_process, our_server
 
 PROMPT_TOKENS = 32
@@ -38,7 +39,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024], help="of every response")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--stream-interval", type=int, default=16, help="tokens between two outputs of the engine"
+        "--stream-interval",
+        type=int,
+        default=ServeConfig.model_fields["stream_interval"].default,
+        help="tokens between two outputs of the engine",
     )
     parser.add_argument("--kv-cache-gib", type=float, default=2.0, help="of each engine")
     arguments = parser.parse_args()
