@@ -179,10 +179,14 @@ def is_mended_by_restart(error: BaseException) -> bool:
 
 
 _FIXED = (
-    "run.seed", "actor.dtype", "actor.backend", "actor.zero_stage", "actor.num_ranks", "critic.count", "critic.dtype",
-    "critic.backend", "critic.zero_stage", "critic.num_ranks", "batch.group_size", "selection.prompts",
-)  # fmt: skip
-"""Settings that what is saved depends on."""
+    "run.seed",
+    "actor.dtype",
+    "critic.count",
+    "critic.dtype",
+    "batch.group_size",
+    "selection.prompts",
+)
+"""Settings that what is saved depends on. Ranks, training engine and ZeRO stage are none of them."""
 
 
 def _check_resumable(old: TrainConfig, new: TrainConfig) -> None:

@@ -26,7 +26,8 @@ from asyppo_async.trainer.durable import checksum_of, replace_file, sync_file, s
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""2: the groups' training state is in fragments, for any number of ranks."""
 _NAME = re.compile(r"(\d{6})-step-(\d{8})")
 _LATEST = "latest"
 _MANIFEST = "manifest.json"

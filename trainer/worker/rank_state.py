@@ -19,53 +19,51 @@ NONCE_FILE = "nonce"
 
 
 class RankState:
-    """Saves and restores one rank; all ranks of a group write into one folder."""
+    """Saves and restores one rank; all ranks of a group write into one folder, and no rank waits for another."""
 
     def __init__(self, backend: Backend, stepper: Stepper, world: World) -> None:
         self._backend = backend
         self._stepper = stepper
-        self._world = world
         self._rank = world.rank
+        self._num_ranks = world.size
 
     def save(self, folder: Path) -> None:
-        """Collective.
-
-        Raises:
-            CheckpointError: This rank could not write; training may go on.
+        """Raises:
+        CheckpointError: This rank could not write; training may go on.
         """
-        words = ""
         try:
             self._save_own(folder)
         except (OSError, SafetensorError) as error:
-            words = f"rank {self._rank} cannot write into {folder}: {error}"
-        # Together or not at all: the engine's ranks wait for each other.
-        has_failed = torch.tensor([int(bool(words))])
-        self._world.max_in_place(has_failed)
-        if has_failed:
-            raise CheckpointError(words or f"another rank than rank {self._rank} cannot write into {folder}")
+            raise CheckpointError(f"rank {self._rank} cannot write into {folder}: {error}") from error
         self._backend.save_state(folder)
 
     def restore(self, folder: Path) -> None:
-        """Collective.
+        """Of a group of any number of ranks; one that is new goes on with the random state that it has.
 
         Raises:
             CheckpointError: The files are not those of this group.
         """
         self._backend.load_state(folder)
         try:
-            numbers = json.loads(self._numbers(folder).read_text(encoding="utf-8"))
+            numbers = json.loads(self._numbers(folder, 0).read_text(encoding="utf-8"))
+            # What is counted is decided together, so it is the same at all ranks.
+            self._stepper.num_non_finite = int(numbers["num_non_finite"])
+            if self._rank >= int(numbers["num_ranks"]):
+                return
+            numbers = json.loads(self._numbers(folder, self._rank).read_text(encoding="utf-8"))
             states = load_file(self._random(folder))
-        except (OSError, ValueError, SafetensorError) as error:
+            version, internal, gauss = numbers["python"]
+            random.setstate((version, tuple(internal), gauss))
+            np.random.set_state({**numbers["numpy"], "state": _numpy_keys(numbers["numpy"]["state"])})
+            torch.set_rng_state(states.pop("cpu"))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(
                 f"rank {self._rank} finds no state of its own in {folder}: {error}"
             ) from error
-        self._stepper.num_non_finite = int(numbers["num_non_finite"])
-        version, internal, gauss = numbers["python"]
-        random.setstate((version, tuple(internal), gauss))
-        np.random.set_state({**numbers["numpy"], "state": _numpy_keys(numbers["numpy"]["state"])})
-        torch.set_rng_state(states.pop("cpu"))
         for name, state in states.items():
-            torch.cuda.set_rng_state(state, name)
+            # Fewer devices may be here than there were.
+            if int(name.removeprefix("cuda:")) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, name)
 
     def see(self, request: SeeFolder) -> None:
         """Prove that this rank sees the coordinator's folder, and that the coordinator sees what it writes there.
@@ -96,17 +94,18 @@ class RankState:
         assert isinstance(numpy_state, dict)
         keys = numpy_state["state"]
         numbers = {
+            "num_ranks": self._num_ranks,
             "num_non_finite": self._stepper.num_non_finite,
             "python": random.getstate(),
             "numpy": {**numpy_state, "state": {**keys, "key": keys["key"].tolist()}},
         }
-        self._numbers(folder).write_text(json.dumps(numbers), encoding="utf-8")
+        self._numbers(folder, self._rank).write_text(json.dumps(numbers), encoding="utf-8")
 
     def _random(self, folder: Path) -> Path:
         return folder / f"random-{self._rank}.safetensors"
 
-    def _numbers(self, folder: Path) -> Path:
-        return folder / f"rank-{self._rank}.json"
+    def _numbers(self, folder: Path, rank: int) -> Path:
+        return folder / f"rank-{rank}.json"
 
 
 def _numpy_keys(state: dict[str, object]) -> dict[str, object]:

@@ -55,7 +55,7 @@ def pauses(number: int, longest_s: float, seed: int) -> list[float]:
 def damage_newest(folder: Path) -> None:
     """One bit of the newest checkpoint."""
     newest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
-    state = newest / "actor" / "state.safetensors"
+    state = newest / "actor" / "state-0.safetensors"
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 1
     state.write_bytes(content)
@@ -74,7 +74,7 @@ def test_run_killed_three_times_at_random_moments_trains_each_prompt_once(
     assert list((folder / "checkpoints").glob("*.damaged")), "the damaged one was passed over"
     log = (folder / "logs" / "trainer.log").read_text()
     assert (
-        "state.safetensors has other bytes than were written; going back to the checkpoint before it" in log
+        "state-0.safetensors has other bytes than were written; going back to the checkpoint before it" in log
     )
     assert max(row["staleness/max"] for row in rows(folder, "metrics.jsonl")) <= 2
 
@@ -89,6 +89,38 @@ def test_run_killed_twenty_times_over_an_epoch_of_500_prompts_trains_each_prompt
     done = runner.finish(runner.command("report", str(runner.folder / "runs" / "twenty")), "twenty")
     check_lineage(done, 500)
     assert done.summary["resumes"] == 20 and len(set(killed_at)) > 10, killed_at
+
+
+@pytest.mark.report("P54")
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_run_when_its_ranks_and_engine_change_at_every_resume_then_it_trains_on(
+    runner: ChaosRunner, server: ScriptedServer
+) -> None:
+    name = "ranks"
+    process = runner.start(name, "--fleet", server.address)
+    folder = runner.folder / "runs" / name
+    zero = (
+        "--set",
+        "actor.backend=deepspeed",
+        "--set",
+        "actor.zero_stage=3",
+        "--set",
+        "actor.zero_whole_below=0",
+    )
+    for changes in (
+        (*zero, "--set", "actor.num_ranks=2"),
+        ("--set", "actor.num_ranks=3", "--set", "critic.num_ranks=2"),
+        ("--set", "actor.num_ranks=1", "--set", "actor.backend=plain"),
+    ):
+        wait_for_steps(process, folder, 2, timeout_s=300)
+        process.kill()
+        process.communicate(timeout=30)
+        process = runner.resume(name, *changes)
+    done = runner.finish(process, name, timeout_s=400)
+    assert done.code == 0, done.err
+    check_lineage(done, 40)
+    assert done.summary["resumes"] == 3
 
 
 @pytest.mark.timeout(200)

@@ -90,7 +90,9 @@ async def test_training_sending_and_saving_over_two_ranks_give_what_one_rank_giv
         assert torch.equal(tensor, saved[name]), name
 
 
-async def receive(actor: ActorGroup, epoch: int, bucket_bytes: int = 2048) -> dict[str, torch.Tensor]:
+async def receive(
+    actor: ActorGroup, epoch: int, bucket_bytes: int = 2048, deadline_s: float = 10
+) -> dict[str, torch.Tensor]:
     """Publish to a receiver in this process, in buckets smaller than the embedding."""
     manifest = await actor.manifest()
     store = await actor.open_session(
@@ -112,8 +114,8 @@ async def receive(actor: ActorGroup, epoch: int, bucket_bytes: int = 2048) -> di
     buckets = plan_buckets(manifest, bucket_bytes)
     assert len(buckets) > 3
     sent, report = await asyncio.gather(
-        actor.send_weights(version=1, deadline_s=10),
-        asyncio.to_thread(receive_into, group, manifest, buckets, buffer, 10),
+        actor.send_weights(version=1, deadline_s=deadline_s),
+        asyncio.to_thread(receive_into, group, manifest, buckets, buffer, deadline_s),
     )
     assert sent.checksums == report.checksums
     assert sent.num_bytes == manifest.num_bytes

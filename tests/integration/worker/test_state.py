@@ -16,17 +16,24 @@ from asyppo_async.errors import CheckpointError
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.group import open_groups
 from asyppo_async.trainer.worker.group_state import check_folder_is_seen
-from asyppo_async.trainer.worker.messages import ActorForward, CriticForward
+from asyppo_async.trainer.worker.messages import ActorForward, CriticForward, TrainResult
 from asyppo_async.types import Float32Array, TokenSequences
 from tests.integration.worker.conftest import TIMES
-from tests.unit.worker.learners import actor_request, critic_request
+from tests.integration.worker.test_groups import assert_same_steps
+from tests.unit.worker.learners import actor_request, critic_request, open_actor, open_critic
 
 Groups = tuple[ActorGroup, CriticGroup]
 
 
 @asynccontextmanager
 async def opened(
-    model: Path, folder: Path, backend: TrainingBackend, stage: ZeroStage
+    model: Path,
+    folder: Path,
+    backend: TrainingBackend,
+    stage: ZeroStage,
+    num_ranks: int = 2,
+    rate: float = 1e-2,
+    warmup_steps: int = 7,
 ) -> AsyncIterator[Groups]:
     async with open_groups(
         actor=ActorSection(
@@ -34,13 +41,20 @@ async def opened(
             backend=backend,
             zero_stage=stage,
             zero_whole_below=0,
-            num_ranks=2,
+            num_ranks=num_ranks,
             num_threads=1,
-            learning_rate=1e-2,
-            learning_rate_warmup_steps=7,
+            learning_rate=rate,
+            learning_rate_warmup_steps=warmup_steps,
         ),
         critic=CriticSection(
-            model=model, count=1, backend=backend, zero_stage=stage, num_threads=1, learning_rate=1e-2
+            model=model,
+            count=1,
+            backend=backend,
+            zero_stage=stage,
+            zero_whole_below=0,
+            num_ranks=num_ranks // 2,
+            num_threads=1,
+            learning_rate=rate,
         ),
         seed=1,
         bucket_bytes=2048,
@@ -50,10 +64,12 @@ async def opened(
         yield actor, critic
 
 
-async def train(groups: Groups, sequences: TokenSequences) -> None:
+async def train(groups: Groups, sequences: TokenSequences) -> list[TrainResult]:
     actor, critic = groups
-    await asyncio.gather(
-        actor.train(actor_request(sequences, [5, 4])), critic.train(critic_request(sequences, [5, 4]))
+    return list(
+        await asyncio.gather(
+            actor.train(actor_request(sequences, [5, 4])), critic.train(critic_request(sequences, [5, 4]))
+        )
     )
 
 
@@ -106,3 +122,56 @@ async def test_groups_restored_in_new_processes_train_on_as_those_that_were_save
             np.testing.assert_array_equal(other, one)
         with pytest.raises(CheckpointError):
             await groups[0].state.restore(tmp_path / "nowhere")
+
+
+@pytest.mark.report("P54")
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("plain", 1), ("plain", 1)),
+        (("deepspeed", 1), ("deepspeed", 1)),
+        (("deepspeed", 2), ("deepspeed", 2)),
+        (("deepspeed", 3), ("deepspeed", 3)),
+        (("deepspeed", 3), ("plain", 1)),
+        (("plain", 1), ("deepspeed", 3)),
+    ],
+)
+async def test_groups_when_ranks_go_from_2_to_4_to_2_then_they_train_on_as_one_rank_would(
+    tiny_folder: Path,
+    sequences: TokenSequences,
+    tmp_path: Path,
+    first: tuple[TrainingBackend, ZeroStage],
+    then: tuple[TrainingBackend, ZeroStage],
+) -> None:
+    """A save after each; the third one is as whole as the first: one rank alone goes on from it."""
+    rate = 1e-3
+    alone = (open_actor(tiny_folder, dtype="float32", rate=rate), open_critic(tiny_folder, dtype="float32"))
+    before: list[Float32Array] = []
+    turns = [(2, first), (4, then), (2, first), (2, ("plain", 1))]
+    for turn, (num_ranks, (backend, stage)) in enumerate(turns):
+        async with opened(
+            tiny_folder,
+            tmp_path / f"run-{turn}",
+            backend,
+            stage,
+            num_ranks=num_ranks,
+            rate=rate,
+            warmup_steps=0,
+        ) as groups:
+            states = [groups[0].state, groups[1].state]
+            if turn:
+                for state in states:
+                    await state.restore(tmp_path / f"save-{turn - 1}")
+                for one, other in zip(before, await outputs(groups, sequences), strict=True):
+                    np.testing.assert_allclose(other, one, atol=2e-6, rtol=0)
+            results = await train(groups, sequences)
+            before = await outputs(groups, sequences)
+            await asyncio.gather(*(state.save(tmp_path / f"save-{turn}") for state in states))
+        wanted = [
+            alone[0].learner.train(actor_request(sequences, [5, 4])),
+            alone[1].learner.train(critic_request(sequences, [5, 4])),
+        ]
+        for got, expected in zip(results, wanted, strict=True):
+            assert_same_steps(got.steps, expected.steps)

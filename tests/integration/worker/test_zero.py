@@ -4,7 +4,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,14 @@ from asyppo_async.trainer.worker.world import World
 from asyppo_async.types import TokenSequences
 from tests.integration.worker.conftest import TIMES
 from tests.integration.worker.test_groups import assert_same_steps, receive
-from tests.integration.worker.zero_program import FIRST_BUDGET, settings_of, travel
+from tests.integration.worker.zero_program import (
+    FIRST_BUDGET,
+    RATE,
+    Traveller,
+    settings_of,
+    travel,
+    travel_unevenly,
+)
 from tests.unit.worker.learners import (
     actor_request,
     largest_difference,
@@ -29,16 +36,16 @@ from tests.unit.worker.learners import (
     write_small_norms,
 )
 
-PROGRAM = [sys.executable, "-m", "tests.integration.worker.zero_program"]
+PROGRAM = "tests.integration.worker.zero_program"
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 5e-6
 """Relative, of the gradients of each tensor (invariant 5)."""
 ALL = [f"{role}:{stage}" for role in ("actor", "critic") for stage in (1, 2, 3)]
 
 
-def start(rank: int, num_ranks: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
+def start(program: str, rank: int, num_ranks: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [*PROGRAM, str(rank), str(num_ranks), str(port), *arguments],
+        [sys.executable, "-m", program, str(rank), str(num_ranks), str(port), *arguments],
         cwd=ROOT,
         env=environment_of_rank(num_threads=1) | {"DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
@@ -47,22 +54,26 @@ def start(rank: int, num_ranks: int, port: int, *arguments: str) -> "subprocess.
     )
 
 
-def travel_with_deepspeed(
-    num_ranks: int, folder: Path, output: Path, dtype: ComputeDtype, journeys: list[str]
-) -> dict[str, dict[str, Any]]:
-    arguments = [str(folder), str(output), dtype, *journeys]
-    ranks = [start(0, num_ranks, 0, *arguments)]
+def run_ranks(program: str, num_ranks: int, *arguments: str, timeout_s: float = 280) -> None:
+    """As many processes of a program, which meet at the store of the first."""
+    ranks = [start(program, 0, num_ranks, 0, *arguments)]
     try:
         assert ranks[0].stdout is not None
         port = int(ranks[0].stdout.readline())
-        ranks += [start(rank, num_ranks, port, *arguments) for rank in range(1, num_ranks)]
+        ranks += [start(program, rank, num_ranks, port, *arguments) for rank in range(1, num_ranks)]
         for rank in ranks:
-            words, _ = rank.communicate(timeout=280)
+            words, _ = rank.communicate(timeout=timeout_s)
             assert rank.returncode == 0, words[-2000:]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def travel_with_deepspeed(
+    num_ranks: int, folder: Path, output: Path, dtype: ComputeDtype, journeys: list[str]
+) -> dict[str, dict[str, Any]]:
+    run_ranks(PROGRAM, num_ranks, str(folder), str(output), dtype, *journeys)
     return {name: torch.load(output / f"{name}.pt", weights_only=True) for name in journeys}
 
 
@@ -83,7 +94,10 @@ def check(
     world = World.alone()
     exact: ComputeDtype = "float64" if dtype == "float32" else dtype
     roles: tuple[WorkerRole, ...] = ("actor", "critic")
-    plain = {role: travel(settings_of(folder, role, None, exact, plain_budget), world) for role in roles}
+    plain = {
+        role: travel(settings_of(folder, role, None, exact, plain_budget), world, output / f"{role}.state")
+        for role in roles
+    }
     travelled = travel_with_deepspeed(num_ranks, folder, output, dtype, journeys)
     for journey, got in travelled.items():
         expected = plain["actor" if journey.startswith("actor") else "critic"]
@@ -102,6 +116,9 @@ def check(
         assert largest_difference(got["weights"], expected.weights) < tolerance, journey
         torch.testing.assert_close(got["outputs"], expected.outputs, atol=4 * tolerance, rtol=0)
         check_saved(journey, output, got["weights"], dtype)
+        check_state(journey, folder, output, got, dtype)
+        for name, tensor in expected.weights.items():
+            assert torch.equal(got["converted"][name], tensor.to(got["converted"][name].dtype)), name
     return {journey: got["weights"] for journey, got in travelled.items()}
 
 
@@ -114,6 +131,21 @@ def check_saved(journey: str, output: Path, weights: dict[str, torch.Tensor], dt
         for name, tensor in weights.items():
             assert saved[name].dtype == getattr(torch, dtype)
             assert torch.equal(saved[name].detach(), tensor), name
+
+
+def check_state(journey: str, folder: Path, output: Path, got: dict[str, Any], dtype: ComputeDtype) -> None:
+    """The partitions restore their own ranks, and one rank of the plain engine, bit for bit."""
+    role = cast(WorkerRole, journey.split(":", maxsplit=1)[0])
+    plain = Traveller(settings_of(folder, role, None, dtype, FIRST_BUDGET), World.alone())
+    plain.backend.load_state(output / f"{journey}.state")
+    num_steps = sum(not step["skipped"] for step in got["steps"])
+    assert plain.backend.learning_rate == RATE.after(num_steps)
+    read, moments = plain.weights(), plain.moments()
+    assert read.keys() == got["weights"].keys()
+    for name, tensor in got["weights"].items():
+        assert torch.equal(got["restored"][name], tensor), name
+        assert torch.equal(read[name], tensor), name
+        assert torch.equal(moments[name], got["last_moments"][name]), name
 
 
 @pytest.mark.report("P55")
@@ -231,3 +263,22 @@ def test_gradients_skips_and_weights_of_all_stages_are_those_of_the_plain_engine
     check(
         tiny_folder, tmp_path, ALL, num_ranks=num_ranks, dtype=dtype, plain_budget=budget, tolerance=tolerance
     )
+
+
+@pytest.mark.report("P55")
+@pytest.mark.report("P56")
+@pytest.mark.long
+def test_gradients_when_three_ranks_have_0_to_3_micro_batches_are_those_of_the_plain_engine(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    roles: tuple[WorkerRole, ...] = ("actor", "critic")
+    expected = {
+        role: travel_unevenly(settings_of(tiny_folder, role, None, "float64", 4096), World.alone())
+        for role in roles
+    }
+    journeys = [f"{journey}:uneven" for journey in ALL]
+    for journey, moments in travel_with_deepspeed(3, tiny_folder, tmp_path, "float32", journeys).items():
+        assert (
+            largest_difference(moments, expected[cast(WorkerRole, journey.split(":", maxsplit=1)[0])])
+            < TOLERANCE
+        )

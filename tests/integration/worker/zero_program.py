@@ -1,13 +1,14 @@
 """One rank that trains through DeepSpeed, as a program: what it came to, per role and stage, is what rank 0 writes.
 
 Arguments: rank, number of ranks, port of rank 0's store (0 at rank 0, which prints it), model folder, output folder,
-dtype, and the journeys to make, as `actor:3`.
+dtype, and the journeys to make, as `actor:3`, or `actor:3:uneven` for those of `travel_unevenly`.
 """
 
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +18,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, distributed, nn
 
 from asyppo_async.config.learner import ZeroStage
+from asyppo_async.trainer.worker import sharding
 from asyppo_async.trainer.worker.actor import Actor
 from asyppo_async.trainer.worker.backend.choice import open_backend
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
@@ -33,6 +35,8 @@ from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
 from asyppo_async.weights.store import open_store
 from tests.unit.worker.learners import actor_request, critic_request, random_sequences
+from tests.unit.worker.uneven import COUNTS, with_garbage
+from tests.unit.worker.uneven import SIZES as UNEVEN_SIZES
 
 SIZES = [5, 1, 0, 4, 9]
 """A mini-batch of one sequence leaves all ranks but one with nothing, one of none leaves all."""
@@ -54,6 +58,11 @@ class Journey:
     weights: dict[str, Tensor]
     outputs: Tensor
     """Log-probs or values at the end."""
+    last_moments: dict[str, Tensor]
+    restored: dict[str, Tensor]
+    """Weights after more training and the own saved state."""
+    converted: dict[str, Tensor]
+    """Weights after the state that the plain engine has saved, if there is one."""
 
 
 class Traveller:
@@ -77,13 +86,18 @@ class Traveller:
             else CriticLearner(self.model, stepper)
         )
 
-    def train(self, sizes: Sequence[int], *, broken: bool = False) -> tuple[OptimizerStep, ...]:
+    def train(
+        self, sizes: Sequence[int], *, broken: bool = False, garbage: bool = False
+    ) -> tuple[OptimizerStep, ...]:
         nothing = np.full(SEQUENCES.num_response_tokens, np.nan, dtype=np.float32)
+        rank, num_ranks = self.world.rank, self.world.size
         if isinstance(self.learner, Actor):
             request = actor_request(SEQUENCES, sizes, **({"advantages": nothing} if broken else {}))
-            return self.learner.train(cut_actor_train(request, self.world.size)[self.world.rank]).steps
+            request = with_garbage(request) if garbage else request
+            return self.learner.train(cut_actor_train(request, num_ranks)[rank]).steps
         targets = critic_request(SEQUENCES, sizes, **({"targets": nothing} if broken else {}))
-        return self.learner.train(cut_critic_train(targets, self.world.size)[self.world.rank]).steps
+        targets = with_garbage(targets) if garbage else targets
+        return self.learner.train(cut_critic_train(targets, num_ranks)[rank]).steps
 
     def outputs(self) -> Tensor:
         """Of all sequences on every rank, whatever the number of micro-batches of the others."""
@@ -101,6 +115,15 @@ class Traveller:
             distribution = self.model.distribution(position[None], position, position, scoring)
             return (distribution.logprobs + distribution.entropies).sum() * 0
         return self.model.values(position[None], position).sum() * 0
+
+    def weights(self) -> dict[str, Tensor]:
+        weights = {}
+        names = [name for name, _ in self.model.module.named_parameters()]
+        for name, tensor in self.backend.full_tensors(names):
+            weights[name] = tensor.clone()
+            if self.world.rank == 0:
+                time.sleep(0.01)  # the others run ahead to their next gather
+        return weights
 
     def moments(self) -> dict[str, Tensor]:
         backend = self.backend
@@ -142,8 +165,22 @@ def flat_moments(optimizer: ZeROOptimizer, num_ranks: int) -> dict[nn.Parameter,
     return found
 
 
-def travel(settings: WorkerSettings, world: World, saved_to: Path | None = None) -> Journey:
-    """Train; meet a loss, then a gradient that is not finite; train; start the optimizer anew; train; score; save."""
+def travel(
+    settings: WorkerSettings,
+    world: World,
+    state: Path,
+    saved_to: Path | None = None,
+    other: Path | None = None,
+) -> Journey:
+    """Train; meet a loss, then a gradient that is not finite; train; start the optimizer anew; train; score; save.
+
+    Args:
+        settings: of this rank.
+        world: of all ranks.
+        state: folder for the training state.
+        saved_to: for the model.
+        other: folder with the state of another engine.
+    """
     rank = Traveller(settings, world)
     steps = [*rank.train(SIZES), *rank.train([4, 5], broken=True)]
     rank.backend.backward(rank.zero().sqrt())
@@ -152,21 +189,35 @@ def travel(settings: WorkerSettings, world: World, saved_to: Path | None = None)
     moments = rank.moments()
     rank.backend.forget_moments()
     steps += rank.train([9])
-    names = [name for name, _ in rank.model.module.named_parameters()]
-    weights = {}
-    for name, tensor in rank.backend.full_tensors(names):
-        weights[name] = tensor.clone()
-        if world.rank == 0:
-            time.sleep(0.01)  # the others run ahead to their next gather
+    weights = rank.weights()
     if saved_to is not None and settings.role == "actor":
         rank.backend.save(saved_to)
+    outputs, last_moments = rank.outputs(), rank.moments()
+    state.mkdir(exist_ok=True)
+    rank.backend.save_state(state)
+    rank.train([3, 6])  # the ranks meet, so that all have written
+    rank.backend.load_state(state)
+    restored, converted = rank.weights(), {}
+    if other is not None:
+        rank.backend.load_state(other)
+        converted = rank.weights()
     return Journey(
         steps=tuple(steps),
         applied=outcome.applied,
         moments=moments,
         weights=weights,
-        outputs=rank.outputs(),
+        outputs=outputs,
+        last_moments=last_moments,
+        restored=restored,
+        converted=converted,
     )
+
+
+def travel_unevenly(settings: WorkerSettings, world: World) -> dict[str, Tensor]:
+    """First moments after mini-batches of which each of three ranks has another number of micro-batches, 0 to 3."""
+    rank = Traveller(replace(settings, micro_batch_tokens=1), world)
+    rank.train(UNEVEN_SIZES, garbage=True)
+    return rank.moments()
 
 
 def settings_of(
@@ -195,23 +246,43 @@ def settings_of(
     )
 
 
-def main(arguments: Sequence[str]) -> None:
-    rank, num_ranks, port = map(int, arguments[:3])
-    folder, output, dtype = Path(arguments[3]), Path(arguments[4]), cast(ComputeDtype, arguments[5])
+def join_world(rank: int, num_ranks: int, port: int) -> World:
+    """Rank 0 prints the port of its store."""
     torch.set_num_threads(1)
     store = None
     if rank == 0:
         store, port = open_store("127.0.0.1", num_ranks, 60)
         print(port, flush=True)
-    world = World.join(
+    return World.join(
         store or ("127.0.0.1", port), rank=rank, size=num_ranks, host="127.0.0.1", deadline_s=60
     )
+
+
+def main(arguments: Sequence[str]) -> None:
+    world = join_world(*map(int, arguments[:3]))
+    rank = world.rank
+    folder, output, dtype = Path(arguments[3]), Path(arguments[4]), cast(ComputeDtype, arguments[5])
     for journey in arguments[6:]:
-        role, stage = journey.split(":")
+        role, stage, *kind = journey.split(":")
         settings = settings_of(
             folder, cast(WorkerRole, role), cast(ZeroStage, int(stage)), dtype, FIRST_BUDGET + 10 * rank
         )
-        came_to = travel(settings, world, output / f"{journey}.model")
+        if kind:
+            counts = cycle(COUNTS)
+            sharding.balance = lambda costs, num_ranks, counts=counts: np.repeat(
+                np.arange(num_ranks), next(counts)
+            )
+            moments = travel_unevenly(settings, world)
+            if rank == 0:
+                torch.save(moments, output / f"{journey}.pt")
+            continue
+        came_to = travel(
+            settings,
+            world,
+            output / f"{journey}.state",
+            saved_to=output / f"{journey}.model",
+            other=output / f"{role}.state",
+        )
         if rank == 0:
             torch.save(asdict(came_to), output / f"{journey}.pt")
 

@@ -61,7 +61,7 @@ def test_resume_of_what_is_no_run_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["critic.count=3", "actor.num_ranks=2", "batch.group_size=4", "run.seed=7"]
+    "override", ["critic.count=3", "actor.dtype=bfloat16", "batch.group_size=4", "run.seed=7"]
 )
 def test_resume_with_a_setting_that_the_saved_state_depends_on_is_refused(
     tmp_path: Path, override: str
@@ -75,4 +75,10 @@ def test_resume_with_a_setting_that_the_saved_state_depends_on_is_refused(
 def test_resume_with_a_setting_that_may_change_gets_as_far_as_the_model(tmp_path: Path) -> None:
     run_folder(tmp_path / "x")
     with pytest.raises(AsyppoError, match=r"actor\.model: there is no model folder"):
-        resume(tmp_path / "x", "run.num_steps=200", "actor.learning_rate=1e-5")
+        resume(
+            tmp_path / "x",
+            "run.num_steps=200",
+            "actor.learning_rate=1e-5",
+            "actor.num_ranks=4",
+            "critic.num_ranks=2",
+        )

@@ -90,7 +90,7 @@ def test_clip_when_the_head_outweighs_the_backbone_then_both_shrink_alike(
         assert share == pytest.approx(expected["head_share_sq"])
         (tmp_path / name).mkdir()
         backend.save_state(tmp_path / name)
-        state = load_file(tmp_path / name / "state.safetensors")
+        state = load_file(tmp_path / name / "state-0.safetensors")
         moments[name] = [float(state[f"exp_avg.{part}.weight"]) for part in ("value_head", "backbone")]
     scales = [clipped / free for clipped, free in zip(moments["clipped"], moments["free"], strict=True)]
     assert scales == pytest.approx([expected[f"clip{threshold}"]] * 2)

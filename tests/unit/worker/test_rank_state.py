@@ -83,7 +83,7 @@ def test_rank_when_the_state_is_of_another_model_says_so(tiny_folder: Path, tmp_
     )
     other = write_model(tmp_path / "other", num_hidden_layers=3)
     rank = open_rank(settings_of(other, "actor", "float32"), World.alone(), "cpu")
-    with pytest.raises(CheckpointError, match=r"state\.safetensors lacks \d+ weights, model\.layers\.2"):
+    with pytest.raises(CheckpointError, match=r"state lacks \d+ weights, model\.layers\.2"):
         answer(rank, RestoreState(folder=str(tmp_path / "state")))
     with pytest.raises(CheckpointError, match="nowhere"):
         answer(rank, RestoreState(folder=str(tmp_path / "nowhere")))

@@ -10,21 +10,28 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 
 from asyppo_async.config.learner import ZeroStage
-from asyppo_async.errors import CheckpointError, ConfigError
-from asyppo_async.trainer.worker.backend.deepspeed_files import (
-    PARTITIONS,
-    outside_file,
-    use_patient_writer,
+from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.worker.backend.deepspeed_state import (
+    copy_to_weights,
+    flat_partitions,
+    full_shape,
+    partitioned_fragments,
 )
-from asyppo_async.trainer.worker.backend.optimizer import adamw, set_rate
+from asyppo_async.trainer.worker.backend.optimizer import adamw, begin_moments, moment_steps, set_rate
 from asyppo_async.trainer.worker.backend.protocol import StepOutcome
+from asyppo_async.trainer.worker.backend.state_files import (
+    Fragment,
+    Progress,
+    open_state,
+    whole_fragments,
+    write_state,
+)
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.messages import PartNorms
 from asyppo_async.trainer.worker.world import World
@@ -65,16 +72,18 @@ class DeepSpeedBackend:
         self._num_steps = 0
         self._weights = dict(module.named_parameters())
         inside = set(map(id, root.parameters()))
-        partitioned = [(name, weight) for name, weight in root.named_parameters() if weight.requires_grad]
-        whole = {name: weight for name, weight in self._weights.items() if id(weight) not in inside}
-        self._whole = list(whole.values())
+        self._partitioned = {
+            name: weight
+            for name, weight in self._weights.items()
+            if id(weight) in inside and weight.requires_grad
+        }
+        self._whole = {name: weight for name, weight in self._weights.items() if id(weight) not in inside}
         self._whole_norm = 0.0
-        self._whole_optimizer = adamw(whole.items(), learning_rate, weight_decay)
-        self._optimizer = adamw(partitioned, learning_rate, weight_decay)
+        self._whole_optimizer = adamw(self._whole.items(), learning_rate, weight_decay)
+        self._optimizer = adamw(self._partitioned.items(), learning_rate, weight_decay)
         self._optimizer.register_step_pre_hook(self._clip)
         self.engine = _open_engine(root, self._optimizer, world, zero_stage, whole_below)
         """Runs the forward of `root`."""
-        self._writer = use_patient_writer(self.engine)
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +120,7 @@ class DeepSpeedBackend:
         return StepOutcome(grad_norm=norm, learning_rate=learning_rate, applied=applied, parts=self._parts())
 
     def forget_moments(self) -> None:
-        # In place: DeepSpeed keeps views of them for its checkpoints.
+        # In place: DeepSpeed keeps views of them.
         for optimizer in (self._optimizer, self._whole_optimizer):
             for state in optimizer.state.values():
                 for value in state.values():
@@ -149,39 +158,42 @@ class DeepSpeedBackend:
             self._module.save_pretrained(folder, state_dict=tensors)  # type: ignore[operator]
 
     def save_state(self, folder: Path) -> None:
-        writer = self._writer
-        writer.failure = None
-        self.engine.save_checkpoint(str(folder), tag=PARTITIONS, save_latest=False)
-        outside = {
-            "num_steps": self._num_steps,
-            "weights": [weight.detach() for weight in self._whole],
-            "optimizer": self._whole_optimizer.state_dict(),
-        }
-        writer.save(outside, str(outside_file(folder, self._world.rank)))
-        if writer.failure is not None:
-            raise CheckpointError(writer.failure)
+        """Each rank writes its own partitions and waits for nobody; rank 0 also what is outside the engine."""
+        world = self._world
+        progress = Progress(num_steps=self._num_steps, moment_steps=moment_steps(self._optimizer))
+        write_state(folder, world.rank, world.size, self._fragments(whole=world.rank == 0), progress)
 
     @torch.no_grad()
     def load_state(self, folder: Path) -> None:
-        try:
-            outside = torch.load(outside_file(folder, self._world.rank), weights_only=True)
-            loaded, _ = self.engine.load_checkpoint(str(folder), tag=PARTITIONS)
-        except (OSError, RuntimeError, UnpicklingError, AssertionError) as error:
-            # DeepSpeed asserts, mostly without a word, that the files of its ranks are there.
-            raise CheckpointError(f"{folder} cannot be loaded: {error!r}") from error
-        if loaded is None:
-            raise CheckpointError(f"{folder} has no partitions of this model for {self._world.size} ranks")
-        self._num_steps = int(outside["num_steps"])
-        for weight, value in zip(self._whole, outside["weights"], strict=True):
-            weight.copy_(value)
-        self._whole_optimizer.load_state_dict(outside["optimizer"])
+        with open_state(folder) as files:
+            partitioned = self._partitioned
+            outside = {name: tuple(weight.shape) for name, weight in self._whole.items()}
+            files.check({name: full_shape(weight) for name, weight in partitioned.items()} | outside)
+            self._num_steps = files.progress.num_steps
+            self.forget_moments()
+            if files.has_moments:
+                flats = flat_partitions(self.engine.optimizer, self._zero_stage)
+                begin_moments(self._optimizer, flats, files.progress.moment_steps)
+                begin_moments(self._whole_optimizer, self._whole.values(), files.progress.moment_steps)
+            fragments = list(self._fragments(whole=True))
+            files.fill(fragments)
+            by_name = {fragment.name: fragment for fragment in fragments}
+            copy_to_weights(files, partitioned, by_name, self._zero_stage)
+
+    def _fragments(self, *, whole: bool) -> Iterator[Fragment]:
+        """`whole`: with what is outside the engine, which every rank has."""
+        yield from partitioned_fragments(
+            self.engine.optimizer, self._partitioned, self._zero_stage, self._world.rank
+        )
+        if whole:
+            yield from whole_fragments(self._whole, self._whole_optimizer)
 
     def _whole_gradients(self) -> list[Tensor]:
         """Of the parameters outside the engine, over all ranks."""
-        for weight in self._whole:
+        for weight in self._whole.values():
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-        gradients = [weight.grad for weight in self._whole if weight.grad is not None]
+        gradients = [weight.grad for weight in self._whole.values() if weight.grad is not None]
         self._world.sum_in_place(gradients)
         for gradient in gradients:
             gradient.div_(self._loss_factor)
@@ -197,7 +209,7 @@ class DeepSpeedBackend:
         return PartNorms(
             head_gradient=self._whole_norm,
             backbone_gradient=float(self.engine.optimizer._global_grad_norm),
-            head_weights=_norm([weight.detach() for weight in self._whole]),
+            head_weights=_norm([weight.detach() for weight in self._whole.values()]),
             backbone_weights=self._partitioned_norm(),
         )
 

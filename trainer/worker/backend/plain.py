@@ -5,18 +5,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from asyppo_async.errors import CheckpointError
-from asyppo_async.trainer.worker.backend.optimizer import adamw, set_rate
+from asyppo_async.trainer.worker.backend.optimizer import adamw, begin_moments, moment_steps, set_rate
 from asyppo_async.trainer.worker.backend.protocol import StepOutcome
+from asyppo_async.trainer.worker.backend.state_files import (
+    Progress,
+    open_state,
+    whole_fragments,
+    write_state,
+)
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.messages import PartNorms
 from asyppo_async.trainer.worker.world import World
-
-_STATE_FILE = "state.safetensors"
 
 
 class PlainBackend:
@@ -116,44 +117,24 @@ class PlainBackend:
 
     def save_state(self, folder: Path) -> None:
         """Rank 0 alone writes: the others hold the same bits."""
-        if self._world.rank != 0:
-            return
-        # Names of optimizer values are `exp_avg.model.norm.weight`; those of weights start with `weight.`.
-        tensors = {f"weight.{name}": master.detach() for name, master in self._named_masters()}
-        for name, master in self._named_masters():
-            for key, value in self._optimizer.state[master].items():
-                tensors[f"{key}.{name}"] = value
-        try:
-            save_file(tensors, folder / _STATE_FILE, metadata={"num_steps": str(self._num_steps)})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / _STATE_FILE} cannot be written: {error}") from error
+        if self._world.rank == 0:
+            progress = Progress(num_steps=self._num_steps, moment_steps=moment_steps(self._optimizer))
+            write_state(folder, 0, 1, whole_fragments(self._named_masters(), self._optimizer), progress)
 
     @torch.no_grad()
     def load_state(self, folder: Path) -> None:
-        masters = dict(self._named_masters())
-        missing = set(masters)
-        try:
-            with safe_open(folder / _STATE_FILE, framework="pt") as file:
-                self._num_steps = int(file.metadata()["num_steps"])
-                self._optimizer.state.clear()
-                for key in file.keys():  # noqa: SIM118 - it is no mapping
-                    kind, name = key.split(".", 1)
-                    if kind == "weight":
-                        masters[name].copy_(file.get_tensor(key))
-                        missing.discard(name)
-                    else:
-                        master = masters[name]
-                        self._optimizer.state[master][kind] = file.get_tensor(key).to(master.device)
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{folder / _STATE_FILE} does not fit this model: {error}") from error
-        if missing:
-            raise CheckpointError(
-                f"{folder / _STATE_FILE} lacks {len(missing)} weights, {min(missing)} first"
-            )
+        masters = self._named_masters()
+        with open_state(folder) as files:
+            files.check({name: tuple(master.shape) for name, master in masters.items()})
+            self._num_steps = files.progress.num_steps
+            self._optimizer.state.clear()
+            if files.has_moments:
+                begin_moments(self._optimizer, masters.values(), files.progress.moment_steps)
+            files.fill(whole_fragments(masters, self._optimizer))
         self._copy_to_weights()
 
-    def _named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        return zip(self._names, self._masters, strict=True)
+    def _named_masters(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self._masters, strict=True))
 
     def _copy_to_weights(self) -> None:
         for weight, master in zip(self._weights, self._masters, strict=True):

@@ -72,15 +72,17 @@ class Backend(Protocol):
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into an existing folder, for `load_state` on as many ranks. Collective.
+        """Write weights, optimizer and schedule into an existing folder. Every rank is called, and waits for nobody.
 
         Raises:
-            CheckpointError: It could not be written here. Every rank has come to the end of it, so training may go on.
+            CheckpointError: It could not be written here; training may go on.
         """
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Become what `save_state` saw. Collective.
+        """Become what the ranks saw that wrote this folder, however many they were and whatever engine they had.
+
+        Every rank is called, and waits for nobody.
 
         Raises:
             CheckpointError: It does not fit this model, or cannot be read.
