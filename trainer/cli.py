@@ -195,12 +195,15 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
     to: Annotated[Path, typer.Option(help="Folder for model/ and critics/.", show_default=False)],
     step: Annotated[int | None, typer.Option(help="Of the checkpoint; without it: the newest.")] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The moving average of the actor's weights (actor.ema_decay).")
+    ] = False,
 ) -> None:
     """Write actor and critics of a checkpoint in Hugging Face format, with tokenizer and chat template."""
     from asyppo_async.trainer.export import export_checkpoint
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        saved = runner.run(export_checkpoint(folder, step, to, print))
+        saved = runner.run(export_checkpoint(folder, step, to, print, average=ema))
     print(f"step {saved.version} of {folder}: {to}")
 
 

@@ -16,7 +16,7 @@ from asyppo_async.trainer.run_folder import RunFolder
 
 
 async def export_checkpoint(
-    run: Path, step: int | None, target: Path, on_line: Callable[[str], None]
+    run: Path, step: int | None, target: Path, on_line: Callable[[str], None], *, average: bool = False
 ) -> Saved:
     """Write `target/model` and `target/critics/critic-0`, ...: what the run itself writes at its end.
 
@@ -25,6 +25,7 @@ async def export_checkpoint(
         step: Of the checkpoint; None: the newest.
         target: Folder for them, made if it is not there.
         on_line: Told what a person has to do elsewhere.
+        average: The moving average of the actor's weights in their place.
 
     Raises:
         ConfigError: `run` is no run folder, or `target` has a model already.
@@ -37,13 +38,18 @@ async def export_checkpoint(
         if folder.exists():
             raise ConfigError(f"{folder} exists; choose another --to, or remove it")
     config = load_config(source.path / "config.toml", ["run.worker_port=0"])
+    if average and config.actor.ema_decay == 0:
+        raise ConfigError(f"{run} kept no moving average (actor.ema_decay = 0): leave --ema out")
     checkpoints = CheckpointFolder(source.checkpoints, config.checkpoint.keep)
     saved = checkpoints.newest() if step is None else checkpoints.of_version(step)
     if saved is None:
         raise CheckpointError(f"{run} has no checkpoint yet")
     place.path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="asyppo-export-") as logs:
-        async with open_run_groups(config, Path(logs), on_line, saved.folder) as (actor, critics):
+        async with open_run_groups(config, Path(logs), on_line, saved.folder, average=average) as (
+            actor,
+            critics,
+        ):
             await place.put(place.model, actor.save)
             for index, critic in enumerate(critics):
                 await place.put(place.critics / critic_name(index), critic.save)

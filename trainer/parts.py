@@ -139,7 +139,12 @@ class _Held(Generic[T]):
 
 @asynccontextmanager
 async def open_run_groups(
-    config: TrainConfig, folder: Path, on_line: Callable[[str], None], checkpoint: Path | None
+    config: TrainConfig,
+    folder: Path,
+    on_line: Callable[[str], None],
+    checkpoint: Path | None,
+    *,
+    average: bool = False,
 ) -> AsyncIterator[tuple[ActorGroup, tuple[CriticGroup, ...]]]:
     """The worker groups of a run.
 
@@ -148,6 +153,7 @@ async def open_run_groups(
         folder: For their logs and the workers' token.
         on_line: Told what a person has to do elsewhere.
         checkpoint: What they go on from; None: the initial weights.
+        average: The actor gets the moving average of its weights in their place.
     """
     times = GroupTimes(
         join_timeout_s=config.run.join_timeout_s,
@@ -166,8 +172,12 @@ async def open_run_groups(
         training_steps=config.run.num_steps,
     ) as (actor, critics):
         if checkpoint is not None:
-            states = [actor.state, *(critic.state for critic in critics)]
-            await all_parties([state.restore(checkpoint) for state in states])
+            await all_parties(
+                [
+                    actor.state.restore(checkpoint, average=average),
+                    *(critic.state.restore(checkpoint) for critic in critics),
+                ]
+            )
         yield actor, critics
 
 

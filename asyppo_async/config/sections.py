@@ -52,9 +52,13 @@ class ActorSection(LearnerSection):
     """Folder of the initial policy (Hugging Face format) with its tokenizer."""
     reset_optimizer: bool = False
     """Forget the optimizer's moments before each training step, that is, after each publication (GLM-5)."""
-    reference: Path | Literal["initial"] | None = None
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Of a moving average of the weights in float32, which follows them after every training step that moved them; 0:
+    none. It is kept beside the masters, saved with them, and `asyppo-train export --ema` writes it."""
+    reference: Path | Literal["initial", "ema"] | None = None
     """Folder of a frozen model that `algorithm.kl_coefficient` holds the policy to; `initial`: the weights that the run
-    starts from. Every rank holds all of it. None: no such model; a KL is over the loss's own reference."""
+    starts from; `ema`: the moving average of `ema_decay`, as it is before each training step. Every rank holds all of
+    it. None: no such model; a KL is over the loss's own reference."""
     routing_replay: bool = False
     """R3: the forward of a mixture of experts uses the experts that the engine used; the engine must return them."""
 

@@ -41,8 +41,12 @@ class WorkerSettings:
     bucket_bytes: int
     """Largest bucket of a publication; read by the actor's rank 0."""
     collective_deadline_s: float
+    ema_decay: float = 0.0
+    """Of the moving average of the weights; 0: none is kept."""
     reference: str = ""
-    """Folder of the frozen model that a KL penalty is over; empty: none. Read by the actor."""
+    """Folder of the model that a KL penalty is over; empty: none. Read by the actor."""
+    moving_reference: bool = False
+    """The reference becomes the moving average after every training step."""
     routing_replay: bool = False
     """The actor will be told which experts to use, so it must have some."""
     frozen: tuple[CriticPartName, ...] = ()
@@ -150,6 +154,8 @@ class RestoreState:
     """Go on from what `SaveState` wrote."""
 
     folder: str
+    average: bool = False
+    """With the moving average in the place of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

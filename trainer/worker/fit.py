@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def state_bytes(num_trained: int, settings: WorkerSettings, num_ranks: int) -> int:
-    """Of gradients, masters and Adam's moments at one rank, weights not counted.
+    """Of gradients, masters, Adam's moments and the moving average at one rank, weights not counted.
 
     Args:
         num_trained: parameters that train.
@@ -23,7 +23,8 @@ def state_bytes(num_trained: int, settings: WorkerSettings, num_ranks: int) -> i
         num_ranks: that a partitioned state is cut over.
     """
     masters = 1 if settings.dtype == "bfloat16" else 0
-    optimizer = num_trained * _FLOAT32_BYTES * (_MOMENTS + masters)
+    averages = 1 if settings.ema_decay > 0 else 0
+    optimizer = num_trained * _FLOAT32_BYTES * (_MOMENTS + masters + averages)
     gradients = num_trained * _FLOAT32_BYTES
     if settings.backend == "plain":
         return optimizer + gradients

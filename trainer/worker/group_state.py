@@ -30,13 +30,14 @@ class GroupState:
         requests = [SaveState(folder=str(folder / self.name))] * self._ranks.size
         await self._ranks.ask(requests, self._request_timeout_s)
 
-    async def restore(self, folder: Path) -> None:
-        """Every rank becomes what it was.
+    async def restore(self, folder: Path, *, average: bool = False) -> None:
+        """Every rank becomes what it was; `average`: with the moving average in the place of the weights.
 
         Raises:
             CheckpointError: What is there is not of this group.
         """
-        requests = [RestoreState(folder=str(folder / self.name))] * self._ranks.size
+        request = RestoreState(folder=str(folder / self.name), average=average)
+        requests = [request] * self._ranks.size
         await self._ranks.ask(requests, self._request_timeout_s)
 
     async def see(self, folder: Path, nonce: str) -> None:

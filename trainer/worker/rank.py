@@ -69,7 +69,8 @@ class ActorRank:
         _check_fit(policy.module, settings, world)
         self._backend = open_backend(policy, settings, world)
         stepper = _stepper(self._backend, settings, world, cutting)
-        self.state = RankState(self._backend, stepper, world)
+        self._moving = reference if settings.moving_reference else None
+        self.state = RankState(self._backend, stepper, world, self._move_reference)
         self._actor = Actor(policy, stepper, reference=reference)
         dtype: Dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
         self._sender = Sender(
@@ -93,6 +94,7 @@ class ActorRank:
                 reply = self._actor.forward(request)
             case ActorTrain():
                 reply = self._actor.train(request)
+                self._move_reference()
             case SendWeights():
                 reply = self._sender.send(request)
             case OpenSession():
@@ -106,6 +108,10 @@ class ActorRank:
             case _:
                 raise WorkerError(f"an actor does not answer {type(request).__name__}")
         return reply
+
+    def _move_reference(self) -> None:
+        if self._moving is not None:
+            self._moving.become(self._backend.averages())
 
 
 class CriticRank:
@@ -147,7 +153,7 @@ def answer(rank: Rank, request: Message) -> Message:
         case SaveState():
             rank.state.save(Path(request.folder))
         case RestoreState():
-            rank.state.restore(Path(request.folder))
+            rank.state.restore(Path(request.folder), average=request.average)
         case SeeFolder():
             rank.state.see(request)
         case _:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,15 @@ NONCE_FILE = "nonce"
 class RankState:
     """Saves and restores one rank; all ranks of a group write into one folder, and no rank waits for another."""
 
-    def __init__(self, backend: Backend, stepper: Stepper, world: World) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        stepper: Stepper,
+        world: World,
+        after_restore: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`after_restore`: for what follows from the weights; every rank calls it."""
+        self._after_restore = after_restore
         self._backend = backend
         self._stepper = stepper
         self._rank = world.rank
@@ -37,13 +46,19 @@ class RankState:
             raise CheckpointError(f"rank {self._rank} cannot write into {folder}: {error}") from error
         self._backend.save_state(folder)
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path, *, average: bool = False) -> None:
         """Of a group of any number of ranks; one that is new goes on with the random state that it has.
+
+        `average`: the moving average in the place of the weights.
 
         Raises:
             CheckpointError: The files are not those of this group.
         """
-        self._backend.load_state(folder)
+        self._backend.load_state(folder, average=average)
+        self._restore_own(folder)
+        self._after_restore()
+
+    def _restore_own(self, folder: Path) -> None:
         try:
             numbers = json.loads(self._numbers(folder, 0).read_text(encoding="utf-8"))
             # What is counted is decided together, so it is the same at all ranks.

@@ -1,8 +1,11 @@
-"""The frozen model that a KL penalty holds the policy to, beside the actor on every rank, whole and without gradient.
+"""The model that a KL penalty holds the policy to, beside the actor on every rank, whole and without gradient.
+
+It is frozen, or follows the moving average of the actor's weights.
 
 Legend: `N` response tokens of a micro-batch.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +47,13 @@ class Reference:
             distribution.logprobs.masked_fill(~distribution.inside, -torch.inf).float().cpu().numpy()
         )
         return logprobs
+
+    @torch.no_grad()
+    def become(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take other weights, by name; those that are not given stay."""
+        own = dict(self.module.named_parameters())
+        for name, weight in weights:
+            own[name].copy_(weight)
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._policy.head_weight.device)

@@ -1,6 +1,7 @@
 """Which worker groups a run's settings ask for, and what each rank of them is told."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.sections import ActorSection
@@ -106,7 +107,13 @@ def learning_rate_of(section: ActorSection | CriticSection, training_steps: int)
 
 
 def _of_actor(settings: WorkerSettings, actor: ActorSection) -> WorkerSettings:
-    return replace(settings, reference=_reference_of(actor), routing_replay=actor.routing_replay)
+    return replace(
+        settings,
+        ema_decay=actor.ema_decay,
+        reference=_reference_of(actor),
+        moving_reference=actor.reference == "ema",
+        routing_replay=actor.routing_replay,
+    )
 
 
 def _of_critic(settings: WorkerSettings, critic: CriticSection) -> WorkerSettings:
@@ -120,7 +127,9 @@ def _local_ranks(section: ActorSection | CriticSection) -> int:
 
 
 def _reference_of(actor: ActorSection) -> str:
-    """Folder of the frozen model; empty: none."""
+    """Folder of the model that the reference starts as; empty: none."""
     if actor.reference is None:
         return ""
-    return str((actor.model if actor.reference == "initial" else actor.reference).absolute())
+    # A moving average starts at the initial weights.
+    folder = actor.reference if isinstance(actor.reference, Path) else actor.model
+    return str(folder.absolute())

@@ -115,6 +115,8 @@ class Stepper:
             for _ in range(idle):
                 self._backend.backward(idle_loss())
             steps.append(self._step(pass_, rows, index))
+        if not all(step.skipped for step in steps):
+            self._backend.update_average()
         return TrainResult(
             steps=tuple(steps),
             compute_s=time.perf_counter() - started_s,

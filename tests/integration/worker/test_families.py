@@ -1,4 +1,4 @@
-"""Every preset's gradients over DeepSpeed, whatever stage, type, ranks and cutting: those of the plain engine at once."""
+"""Every preset's gradients over DeepSpeed, whatever stage, type, ranks and cutting: those of the plain engine."""
 
 from pathlib import Path
 

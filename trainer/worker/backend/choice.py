@@ -20,6 +20,7 @@ def open_backend(model: Policy | Critic, settings: WorkerSettings, world: World)
             learning_rate=settings.learning_rate,
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.max_grad_norm,
+            ema_decay=settings.ema_decay,
         )
     # Seconds to import, and not needed otherwise.
     from asyppo_async.trainer.worker.backend.deepspeed import DeepSpeedBackend
@@ -33,6 +34,7 @@ def open_backend(model: Policy | Critic, settings: WorkerSettings, world: World)
         max_grad_norm=settings.max_grad_norm,
         zero_stage=settings.zero_stage,
         whole_below=settings.zero_whole_below,
+        ema_decay=settings.ema_decay,
     )
     model.run_in(backend.engine)
     return backend

@@ -5,9 +5,7 @@ the gradient is to be the plain sum. ZeRO 1 and 2 can sum (`gradient_allreduce_o
 loss is multiplied by the number of ranks first. `managed_gradient_accumulation: false` makes `step` the only boundary.
 """
 
-import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,28 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from asyppo_async.config.learner import ZeroStage
-from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.worker.backend.average import Average, whole_averages
+from asyppo_async.trainer.worker.backend.deepspeed_engine import open_engine
 from asyppo_async.trainer.worker.backend.deepspeed_state import (
     copy_to_weights,
     flat_partitions,
     full_shape,
     partitioned_fragments,
 )
+from asyppo_async.trainer.worker.backend.fragments import whole_fragments
 from asyppo_async.trainer.worker.backend.optimizer import adamw, begin_moments, moment_steps, set_rate
 from asyppo_async.trainer.worker.backend.protocol import StepOutcome
 from asyppo_async.trainer.worker.backend.state_files import (
+    AVERAGE,
     Fragment,
     Progress,
     open_state,
-    whole_fragments,
     write_state,
 )
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.messages import PartNorms
 from asyppo_async.trainer.worker.world import World
 
-_BUCKET_ELEMENTS = 50_000_000
-"""Of one reduction or gathering; a smaller model is one bucket."""
 _PIECE_ELEMENTS = 2**25
 """Partitioned tensors are gathered in pieces of at most this many elements, or one tensor if it is larger."""
 
@@ -62,6 +60,7 @@ class DeepSpeedBackend:
         max_grad_norm: float,
         zero_stage: ZeroStage,
         whole_below: int,
+        ema_decay: float = 0.0,
     ) -> None:
         self._module = module
         self._world = world
@@ -82,8 +81,9 @@ class DeepSpeedBackend:
         self._whole_optimizer = adamw(self._whole.items(), learning_rate, weight_decay)
         self._optimizer = adamw(self._partitioned.items(), learning_rate, weight_decay)
         self._optimizer.register_step_pre_hook(self._clip)
-        self.engine = _open_engine(root, self._optimizer, world, zero_stage, whole_below)
+        self.engine = open_engine(root, self._optimizer, world, zero_stage, whole_below)
         """Runs the forward of `root`."""
+        self._average = Average([*self._masters(), *self._whole.values()], ema_decay)
 
     @property
     def device(self) -> torch.device:
@@ -164,29 +164,43 @@ class DeepSpeedBackend:
         write_state(folder, world.rank, world.size, self._fragments(whole=world.rank == 0), progress)
 
     @torch.no_grad()
-    def load_state(self, folder: Path) -> None:
-        with open_state(folder) as files:
+    def load_state(self, folder: Path, *, average: bool = False) -> None:
+        with open_state(folder, average=average) as files:
             partitioned = self._partitioned
             outside = {name: tuple(weight.shape) for name, weight in self._whole.items()}
             files.check({name: full_shape(weight) for name, weight in partitioned.items()} | outside)
             self._num_steps = files.progress.num_steps
             self.forget_moments()
             if files.has_moments:
-                flats = flat_partitions(self.engine.optimizer, self._zero_stage)
-                begin_moments(self._optimizer, flats, files.progress.moment_steps)
+                begin_moments(self._optimizer, self._masters(), files.progress.moment_steps)
                 begin_moments(self._whole_optimizer, self._whole.values(), files.progress.moment_steps)
             fragments = list(self._fragments(whole=True))
             files.fill(fragments)
+            if AVERAGE not in files.kinds:
+                self._average.start_anew()
             by_name = {fragment.name: fragment for fragment in fragments}
             copy_to_weights(files, partitioned, by_name, self._zero_stage)
 
     def _fragments(self, *, whole: bool) -> Iterator[Fragment]:
         """`whole`: with what is outside the engine, which every rank has."""
         yield from partitioned_fragments(
-            self.engine.optimizer, self._partitioned, self._zero_stage, self._world.rank
+            self.engine.optimizer, self._partitioned, self._average, self._zero_stage, self._world.rank
         )
         if whole:
-            yield from whole_fragments(self._whole, self._whole_optimizer)
+            yield from whole_fragments(self._whole, self._whole_optimizer, self._average)
+
+    def _masters(self) -> list[Tensor]:
+        """Of this rank, of what is inside the engine."""
+        return flat_partitions(self.engine.optimizer, self._zero_stage)
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        self._average.update()
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        everything = self._partitioned | self._whole
+        shapes = [(name, full_shape(weight)) for name, weight in everything.items()]
+        return whole_averages(list(self._fragments(whole=self._world.rank == 0)), shapes, self._world)
 
     def _whole_gradients(self) -> list[Tensor]:
         """Of the parameters outside the engine, over all ranks."""
@@ -257,41 +271,3 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return float(
         torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32)))
     )
-
-
-def _open_engine(
-    root: nn.Module, optimizer: torch.optim.Optimizer, world: World, zero_stage: ZeroStage, whole_below: int
-) -> deepspeed.DeepSpeedEngine:
-    dtype = next(root.parameters()).dtype
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"DeepSpeed trains float32 and bfloat16, got {dtype}; use backend = 'plain'")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Its shared-memory collectives are compiled at the first start; gloo's are there.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Otherwise the launcher's; here it says which device the rank has been given.
-    os.environ["LOCAL_RANK"] = str(next(root.parameters()).device.index or 0)
-    world.open_default_group()
-    bucket = min(_BUCKET_ELEMENTS, sum(weight.numel() for weight in root.parameters()))
-    engine, *_ = deepspeed.initialize(
-        model=root,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_allreduce_op": "mean" if zero_stage == 3 else "sum",
-            "communication_data_type": "fp32",
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
-            "gradient_clipping": 0.0,
-            "steps_per_print": None,
-            "zero_optimization": {
-                "stage": zero_stage,
-                "overlap_comm": False,
-                "reduce_bucket_size": bucket,
-                "allgather_bucket_size": 2 * bucket,
-                "stage3_prefetch_bucket_size": bucket,
-                "stage3_param_persistence_threshold": whole_below,
-            },
-        },
-    )
-    return engine

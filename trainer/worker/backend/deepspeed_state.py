@@ -7,7 +7,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from asyppo_async.trainer.worker.backend.optimizer import moments_of
+from asyppo_async.trainer.worker.backend.average import Average
+from asyppo_async.trainer.worker.backend.fragments import state_of
 from asyppo_async.trainer.worker.backend.state_files import WEIGHT, Fragment, StateFiles
 
 
@@ -23,7 +24,11 @@ def flat_partitions(optimizer: ZeROOptimizer, zero_stage: int) -> list[Tensor]:
 
 
 def partitioned_fragments(
-    optimizer: ZeROOptimizer, weights: Mapping[str, nn.Parameter], zero_stage: int, rank: int
+    optimizer: ZeROOptimizer,
+    weights: Mapping[str, nn.Parameter],
+    average: Average,
+    zero_stage: int,
+    rank: int,
 ) -> Iterator[Fragment]:
     """Of the parameters that the engine trains; those of which this rank has nothing are left out."""
     flats = flat_partitions(optimizer, zero_stage)
@@ -40,7 +45,7 @@ def partitioned_fragments(
             group, start = mapping.param_group_index, mapping.lp_fragment_address.start
             offset, size = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
         if size > 0:
-            state = {WEIGHT: flats[group].detach(), **moments_of(optimizer.optimizer, flats[group])}
+            state = state_of(flats[group], optimizer.optimizer, average)
             yield Fragment(
                 name=name,
                 shape=full_shape(weight),

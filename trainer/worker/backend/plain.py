@@ -7,12 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from asyppo_async.trainer.worker.backend.average import Average
+from asyppo_async.trainer.worker.backend.fragments import whole_fragments
 from asyppo_async.trainer.worker.backend.optimizer import adamw, begin_moments, moment_steps, set_rate
 from asyppo_async.trainer.worker.backend.protocol import StepOutcome
 from asyppo_async.trainer.worker.backend.state_files import (
+    AVERAGE,
+    Fragment,
     Progress,
     open_state,
-    whole_fragments,
     write_state,
 )
 from asyppo_async.trainer.worker.learning_rate import LearningRate
@@ -37,6 +40,7 @@ class PlainBackend:
         learning_rate: LearningRate,
         weight_decay: float,
         max_grad_norm: float,
+        ema_decay: float = 0.0,
     ) -> None:
         self._module = module
         self._world = world
@@ -50,6 +54,7 @@ class PlainBackend:
         self._is_head = torch.tensor([id(weight) not in inside for weight in self._weights])
         named = zip(self._names, self._masters, strict=True)
         self._optimizer = adamw(named, learning_rate, weight_decay)
+        self._average = Average(self._masters, ema_decay)
 
     @property
     def device(self) -> torch.device:
@@ -119,19 +124,32 @@ class PlainBackend:
         """Rank 0 alone writes: the others hold the same bits."""
         if self._world.rank == 0:
             progress = Progress(num_steps=self._num_steps, moment_steps=moment_steps(self._optimizer))
-            write_state(folder, 0, 1, whole_fragments(self._named_masters(), self._optimizer), progress)
+            write_state(folder, 0, 1, self._fragments(), progress)
 
     @torch.no_grad()
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, *, average: bool = False) -> None:
         masters = self._named_masters()
-        with open_state(folder) as files:
+        with open_state(folder, average=average) as files:
             files.check({name: tuple(master.shape) for name, master in masters.items()})
             self._num_steps = files.progress.num_steps
             self._optimizer.state.clear()
             if files.has_moments:
                 begin_moments(self._optimizer, masters.values(), files.progress.moment_steps)
-            files.fill(whole_fragments(masters, self._optimizer))
+            files.fill(self._fragments())
+            if AVERAGE not in files.kinds:
+                self._average.start_anew()
         self._copy_to_weights()
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        self._average.update()
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        for fragment in self._fragments():
+            yield fragment.name, fragment.tensors[AVERAGE].view(fragment.shape)
+
+    def _fragments(self) -> Iterator[Fragment]:
+        return whole_fragments(self._named_masters(), self._optimizer, self._average)
 
     def _named_masters(self) -> dict[str, Tensor]:
         return dict(zip(self._names, self._masters, strict=True))

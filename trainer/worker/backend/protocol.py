@@ -79,12 +79,23 @@ class Backend(Protocol):
         """
         ...
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, *, average: bool = False) -> None:
         """Become what the ranks saw that wrote this folder, however many they were and whatever engine they had.
 
-        Every rank is called, and waits for nobody.
+        Every rank is called, and waits for nobody. `average`: with the moving average in the place of the weights.
 
         Raises:
             CheckpointError: It does not fit this model, or cannot be read.
+        """
+        ...
+
+    def update_average(self) -> None:
+        """Have the moving average of the weights follow them by one step; nothing where it is off."""
+        ...
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole average of every trained parameter, by name, on the host or where the parameter is. Collective.
+
+        Every rank goes through all of it, and gets all of it.
         """
         ...

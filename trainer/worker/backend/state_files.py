@@ -3,7 +3,7 @@
 Each rank writes the elements that it holds of each parameter, and where in the parameter they lie; whoever reads takes
 what it needs out of all files. Nothing is gathered, neither to write nor to read. The files are safetensors:
 
-state-0.safetensors ...     tensors KIND.PARAMETER [n], KIND one of `weight`, `exp_avg`, `exp_avg_sq`
+state-0.safetensors ...     tensors KIND.PARAMETER [n], KIND one of `weight`, `exp_avg`, `exp_avg_sq`, `average`
     metadata                parts (number of files), num_steps, moment_steps, places (JSON: [first element, shape])
 """
 
@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyppo_async.errors import CheckpointError
-from asyppo_async.trainer.worker.backend.optimizer import moments_of
 
 WEIGHT = "weight"
+AVERAGE = "average"
 _DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64"}
 _PIECE_ELEMENTS = 2**24
 """Of a tensor on its way into a file."""
@@ -48,14 +48,6 @@ class Progress:
     """Optimizer steps made; where the schedule stands."""
     moment_steps: int
     """Of them those since the optimizer last started anew."""
-
-
-def whole_fragments(masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
-    """Of parameters that this rank trains whole, by name."""
-    for name, master in masters.items():
-        state = {WEIGHT: master.detach(), **moments_of(optimizer, master)}
-        tensors = {kind: values.view(-1) for kind, values in state.items()}
-        yield Fragment(name=name, shape=tuple(master.shape), start=0, tensors=tensors)
 
 
 def write_state(
@@ -103,8 +95,10 @@ def write_state(
 class StateFiles:
     """The files of all ranks that wrote, as one."""
 
-    def __init__(self, folder: Path, files: list[Any]) -> None:
+    def __init__(self, folder: Path, files: list[Any], *, average: bool) -> None:
+        """`average`: give the averages for the weights."""
         self._folder = folder
+        self._weight_kind = AVERAGE if average else WEIGHT
         first = files[0].metadata()
         self.progress = Progress(num_steps=int(first["num_steps"]), moment_steps=int(first["moment_steps"]))
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -118,6 +112,10 @@ class StateFiles:
                 self._runs.setdefault(key, []).append((start, file.get_slice(key)))
         self.kinds = {key.split(".", 1)[0] for key in self._runs}
         """What is there of every parameter."""
+        if self._weight_kind not in self.kinds:
+            raise CheckpointError(
+                f"{folder} has no average of the weights: actor.ema_decay was 0 when it was written"
+            )
 
     @property
     def has_moments(self) -> bool:
@@ -147,6 +145,7 @@ class StateFiles:
 
     def read(self, kind: str, name: str, start: int, into: Tensor) -> None:
         """Fill `into` [n] with the elements of a parameter from `start` on."""
+        kind = self._weight_kind if kind == WEIGHT else kind
         end = start + into.numel()
         for first, values in self._runs[f"{kind}.{name}"]:
             begin, stop = max(start, first), min(end, first + values.get_shape()[0])
@@ -154,10 +153,11 @@ class StateFiles:
                 into[begin - start : stop - start].copy_(values[begin - first : stop - first])
 
     def fill(self, fragments: Iterable[Fragment]) -> None:
-        """Read everything that the fragments have room for."""
+        """Read everything that is there and the fragments have room for."""
         for fragment in fragments:
             for kind, tensor in fragment.tensors.items():
-                self.read(kind, fragment.name, fragment.start, tensor)
+                if kind in self.kinds:
+                    self.read(kind, fragment.name, fragment.start, tensor)
 
     def _check_whole(self, key: str, num_elements: int) -> None:
         reached = 0
@@ -172,8 +172,8 @@ class StateFiles:
 
 
 @contextmanager
-def open_state(folder: Path) -> Iterator[StateFiles]:
-    """What `write_state` of all ranks has left in a folder.
+def open_state(folder: Path, *, average: bool = False) -> Iterator[StateFiles]:
+    """What `write_state` of all ranks has left in a folder; `average`: with the averages for the weights.
 
     Raises:
         CheckpointError: a file is missing or cannot be read, also later, while the context is open.
@@ -185,7 +185,7 @@ def open_state(folder: Path) -> Iterator[StateFiles]:
                 stack.enter_context(safe_open(_file(folder, part), framework="pt"))
                 for part in range(1, int(files[0].metadata()["parts"]))
             ]
-            yield StateFiles(folder, files)
+            yield StateFiles(folder, files, average=average)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"the state in {folder} cannot be read: {error}") from error
 

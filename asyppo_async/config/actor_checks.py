@@ -1,0 +1,15 @@
+"""Settings of the actor alone that contradict each other."""
+
+from asyppo_async.config.sections import TrainConfig
+
+
+def actor_rules(config: TrainConfig) -> list[tuple[bool, str]]:
+    """Whether each holds, and what is wrong then."""
+    actor = config.actor
+    return [
+        (
+            actor.reference == "ema" and actor.ema_decay == 0,
+            "actor.reference = 'ema' is the moving average of the weights, and actor.ema_decay = 0 keeps none; set a "
+            "decay (0.99), or reference = 'initial'",
+        ),
+    ]
