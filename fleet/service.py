@@ -92,6 +92,7 @@ class FleetService:
             max_num_seqs=config.max_num_seqs * config.data_parallel_size,
             num_workers=config.num_workers,
             dtype=config.dtype,
+            float32_head=config.float32_head,
             state=self.state,
             run_id=run.run_id,
             incarnation=run.incarnation,

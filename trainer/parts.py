@@ -216,6 +216,7 @@ def expected_of(config: TrainConfig, material: Material) -> Expected:
     return Expected(
         identity=material.identity,
         dtype=config.actor.dtype,
+        float32_head=config.actor.float32_head,
         longest_tokens=material.longest_tokens,
         routed_experts=config.actor.routing_replay,
     )

@@ -8,6 +8,11 @@ def actor_rules(config: TrainConfig) -> list[tuple[bool, str]]:
     actor = config.actor
     return [
         (
+            actor.float32_head and actor.dtype != "bfloat16",
+            f"actor.float32_head changes nothing with actor.dtype = {actor.dtype!r}, whose head is of that type "
+            "already; leave it out",
+        ),
+        (
             actor.reference == "ema" and actor.ema_decay == 0,
             "actor.reference = 'ema' is the moving average of the weights, and actor.ema_decay = 0 keeps none; set a "
             "decay (0.99), or reference = 'initial'",

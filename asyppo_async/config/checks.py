@@ -1,5 +1,6 @@
 """Combinations of settings that contradict each other, each refused with its reason before anything starts."""
 
+from asyppo_async.config.actor_checks import actor_rules
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.errors import ConfigError
 
@@ -272,6 +273,7 @@ def _sizes(config: TrainConfig) -> Rules:
 def _weights(config: TrainConfig) -> Rules:
     weights = config.weights
     return [
+        *actor_rules(config),
         (
             weights.encoding == "delta" and config.actor.dtype != "bfloat16",
             f'weights.encoding = "delta" with actor.dtype = {config.actor.dtype!r}: nearly every float32 weight '

@@ -52,6 +52,9 @@ class ActorSection(LearnerSection):
     """Folder of the initial policy (Hugging Face format) with its tokenizer."""
     reset_optimizer: bool = False
     """Forget the optimizer's moments before each training step, that is, after each publication (GLM-5)."""
+    float32_head: bool = False
+    """Logits are products in float32 of bfloat16 states and bfloat16 head weights, in training and at the servers:
+    those have to run with --float32-head too, which is checked; an embedded one does."""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Of a moving average of the weights in float32, which follows them after every training step that moved them; 0:
     none. It is kept beside the masters, saved with them, and `asyppo-train export --ema` writes it."""

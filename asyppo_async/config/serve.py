@@ -53,6 +53,8 @@ class ServeConfig(Section):
     """Write one JSON line with host, port, metrics port and pid to this file when the server is ready."""
     dtype: Dtype = "float32"
     """Type that the engine computes in and weights are received in: float32 or bfloat16."""
+    float32_head: bool = False
+    """Compute logits in float32 although --dtype is bfloat16, as a trainer with actor.float32_head does."""
     max_num_seqs: int = Field(default=128, ge=2)
     """Samples that the engine (each replica) runs at once, probe slots included."""
     max_model_len: int = Field(default=0, ge=0)
@@ -120,6 +122,8 @@ class ServeConfig(Section):
                 f"probe_slots = {self.probe_slots} leaves no slot of max_num_seqs = {self.max_num_seqs}; "
                 "use fewer probe slots or more sequences"
             )
+        if self.float32_head and self.dtype == "float32":
+            raise ValueError("--float32-head changes nothing with --dtype float32; leave it out")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key go together; name both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:

@@ -34,6 +34,7 @@ class ServerInfo:
     max_num_seqs: int
     num_workers: int
     dtype: Dtype
+    float32_head: bool
     state: ServerState
     run_id: str
     incarnation: int

@@ -76,6 +76,7 @@ def engine_args(config: ServeConfig) -> Any:
         skip_tokenizer_init=True,  # token ids in, token ids out
         trust_remote_code=False,
         dtype=config.dtype,
+        hf_overrides={"head_dtype": "float32"} if config.float32_head else {},
         seed=secrets.randbelow(
             2**31
         ),  # differs per server and per start, or replicas would repeat each other

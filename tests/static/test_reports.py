@@ -12,6 +12,7 @@ ASSIGNED = {
     "weight publication": (*(f"P{number:02}" for number in range(1, 23)), "P42", "P43", "P44"),
     "decisions": ("P37", "P38", "P39", "P40", "P41", "P45"),
     "coming back": ("P46", "P52", "P53"),
+    "learner": ("P35", *(f"P{number}" for number in range(53, 62)), "P63", "P64", "P84"),
     "fleet service": (
         *(f"P{number}" for number in (31, 32, 33, 34, 36, 47, 48, 49, 50, 51, *range(70, 79), 80, 81, 82)),
     ),

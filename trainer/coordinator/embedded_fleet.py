@@ -50,6 +50,7 @@ async def embedded_fleet(config: TrainConfig, logs: Path) -> AsyncIterator["Chil
         *(sys.executable, "-c", "from asyppo_async.fleet.cli import main; main()", "serve"),
         *("--model", str(config.actor.model)),
         *("--dtype", config.actor.dtype),
+        *(("--float32-head",) if config.actor.float32_head else ()),
         *("--port", "0"),
         *("--max-num-seqs", str(fleet.max_num_seqs)),
         *("--max-model-len", str(fleet.max_model_len)),

@@ -24,6 +24,8 @@ class Expected:
     """Type of the weights that are published."""
     longest_tokens: int
     """Longest prompt plus longest response that will be asked for."""
+    float32_head: bool = False
+    """Whether the trainer computes logits in float32 beside weights of lower precision."""
     routed_experts: bool = False
     """Every response has to say which experts were used; a server that cannot refuses the first call."""
 
@@ -80,6 +82,11 @@ def differences_of(info: ServerInfo, expected: Expected) -> list[str]:
         ("type of the weights", info.dtype, expected.dtype),
     ]
     lines = [f"{what} is {theirs} there, {ours} here" for what, theirs, ours in pairs if theirs != ours]
+    if info.float32_head != expected.float32_head:
+        lines.append(
+            f"its --float32-head is {str(info.float32_head).lower()} and actor.float32_head is "
+            f"{str(expected.float32_head).lower()}, so log-probs of both sides differ: set both or none"
+        )
     if info.max_model_len < expected.longest_tokens:
         lines.append(
             f"it takes {info.max_model_len} tokens of prompt and response, the run needs {expected.longest_tokens}"

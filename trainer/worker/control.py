@@ -41,6 +41,8 @@ class WorkerSettings:
     bucket_bytes: int
     """Largest bucket of a publication; read by the actor's rank 0."""
     collective_deadline_s: float
+    float32_head: bool = False
+    """The actor's logits are computed in float32."""
     ema_decay: float = 0.0
     """Of the moving average of the weights; 0: none is kept."""
     reference: str = ""

@@ -39,9 +39,10 @@ _EXACT_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"
 class _Scores(nn.Module):
     """The policy and its head as one forward, so that an engine which gathers weights sees every use of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, float32_head: bool) -> None:
         super().__init__()
         self.model = model
+        self._float32_head = float32_head
 
     def forward(
         self, input_ids: Tensor, states: Tensor, token_ids: Tensor, scoring: "Scoring"
@@ -53,6 +54,7 @@ class _Scores(nn.Module):
             token_ids,
             temperature=scoring.temperature,
             chunk_tokens=scoring.chunk_tokens,
+            float32_head=self._float32_head,
             kept_set=scoring.kept_set,
         )
         return (
@@ -77,9 +79,11 @@ class Scoring:
 class Policy:
     """A causal language model, taken apart into backbone and head."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, float32_head: bool = False) -> None:
+        """`float32_head`: multiply with the head in float32, although weights and states are of lower precision."""
         self.module = module
-        self.root = _Scores(module)
+        self.float32_head = float32_head
+        self.root = _Scores(module, float32_head=float32_head)
         """What a training engine runs."""
         self.vocab_size = self.head_weight.shape[0]
         self._run: nn.Module = self.root
@@ -107,14 +111,14 @@ class Policy:
         return hidden_states(_backbone_of(self.module), input_ids, documents)
 
 
-def load_policy(folder: Path, dtype: ComputeDtype) -> Policy:
-    """The causal language model in `folder`.
+def load_policy(folder: Path, dtype: ComputeDtype, *, float32_head: bool = False) -> Policy:
+    """The causal language model in `folder`; `float32_head`: see `Policy`.
 
     Raises:
         ConfigError: there is none, or one whose logits are more than hidden states times a weight.
     """
     module = load_model(folder, dtype, AutoModelForCausalLM)
-    policy = Policy(module)
+    policy = Policy(module, float32_head=float32_head)
     _check_head(policy, folder, _HEAD_TOLERANCE[dtype])
     return policy
 

@@ -58,12 +58,18 @@ class ActorRank:
     def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
         self._folder = Path(settings.model)
         self._rank = world.rank
-        policy = load_policy(self._folder, settings.dtype)
+        policy = load_policy(self._folder, settings.dtype, float32_head=settings.float32_head)
         policy.module.to(device)
         if settings.routing_replay:
             Experts(policy).check()
         names = CheckpointNames(policy.module)
-        reference = load_reference(settings.reference, settings.dtype, device, vocab_size=policy.vocab_size)
+        reference = load_reference(
+            settings.reference,
+            settings.dtype,
+            device,
+            vocab_size=policy.vocab_size,
+            float32_head=settings.float32_head,
+        )
         seeing = [policy.module] if reference is None else [policy.module, reference.module]
         cutting = cutting_of(settings, *seeing)
         _check_fit(policy.module, settings, world)

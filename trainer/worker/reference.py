@@ -41,6 +41,7 @@ class Reference:
             self._tensor(batch.token_ids),
             temperature=request.temperature,
             chunk_tokens=chunk_tokens,
+            float32_head=self._policy.float32_head,
             kept_set=KeptSet(top_k=request.top_k, top_p=request.top_p),
         )
         logprobs: NDArray[np.float32] = (
@@ -59,7 +60,9 @@ class Reference:
         return torch.from_numpy(values).to(self._policy.head_weight.device)
 
 
-def load_reference(folder: str, dtype: ComputeDtype, device: str, *, vocab_size: int) -> Reference | None:
+def load_reference(
+    folder: str, dtype: ComputeDtype, device: str, *, vocab_size: int, float32_head: bool = False
+) -> Reference | None:
     """The model in `folder` on `device`; None for an empty `folder`.
 
     Raises:
@@ -67,7 +70,7 @@ def load_reference(folder: str, dtype: ComputeDtype, device: str, *, vocab_size:
     """
     if not folder:
         return None
-    policy = load_policy(Path(folder), dtype)
+    policy = load_policy(Path(folder), dtype, float32_head=float32_head)
     if policy.vocab_size != vocab_size:
         raise ConfigError(
             f"actor.reference {folder} has a vocabulary of {policy.vocab_size} and the actor one of {vocab_size}; a KL "

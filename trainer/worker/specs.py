@@ -109,6 +109,7 @@ def learning_rate_of(section: ActorSection | CriticSection, training_steps: int)
 def _of_actor(settings: WorkerSettings, actor: ActorSection) -> WorkerSettings:
     return replace(
         settings,
+        float32_head=actor.float32_head,
         ema_decay=actor.ema_decay,
         reference=_reference_of(actor),
         moving_reference=actor.reference == "ema",

@@ -91,7 +91,7 @@ class DrainResponse(_message.Message):
     def __init__(self, num_samples: _Optional[int] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("server_id", "model_name", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "eos_token_ids", "max_model_len", "max_num_seqs", "num_workers", "dtype", "state", "run_id", "incarnation", "served_version", "num_running_samples", "num_queued_samples", "sent_tokens", "sent_tokens_per_s", "session_epoch", "session_world_size", "uptime_s", "kv_cache_usage")
+    __slots__ = ("server_id", "model_name", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "eos_token_ids", "max_model_len", "max_num_seqs", "num_workers", "dtype", "state", "run_id", "incarnation", "served_version", "num_running_samples", "num_queued_samples", "sent_tokens", "sent_tokens_per_s", "session_epoch", "session_world_size", "uptime_s", "kv_cache_usage", "float32_head")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class ServerInfo(_message.Message):
     SESSION_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    FLOAT32_HEAD_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     model_name: str
     model_fingerprint: str
@@ -136,7 +137,8 @@ class ServerInfo(_message.Message):
     session_world_size: int
     uptime_s: float
     kv_cache_usage: float
-    def __init__(self, server_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_workers: _Optional[int] = ..., dtype: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., run_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., served_version: _Optional[int] = ..., num_running_samples: _Optional[int] = ..., num_queued_samples: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., sent_tokens_per_s: _Optional[float] = ..., session_epoch: _Optional[int] = ..., session_world_size: _Optional[int] = ..., uptime_s: _Optional[float] = ..., kv_cache_usage: _Optional[float] = ...) -> None: ...
+    float32_head: bool
+    def __init__(self, server_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_workers: _Optional[int] = ..., dtype: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., run_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., served_version: _Optional[int] = ..., num_running_samples: _Optional[int] = ..., num_queued_samples: _Optional[int] = ..., sent_tokens: _Optional[int] = ..., sent_tokens_per_s: _Optional[float] = ..., session_epoch: _Optional[int] = ..., session_world_size: _Optional[int] = ..., uptime_s: _Optional[float] = ..., kv_cache_usage: _Optional[float] = ..., float32_head: _Optional[bool] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "sample_indices")

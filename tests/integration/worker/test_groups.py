@@ -44,6 +44,7 @@ async def test_forward_over_two_ranks_comes_back_in_the_order_of_the_request(
     assert result.compute_s > 0
 
 
+@pytest.mark.report("P61")
 async def test_critics_start_alike_and_part_when_they_train_on_different_data(
     groups: Groups, tiny_folder: Path, sequences: TokenSequences
 ) -> None:

@@ -114,6 +114,7 @@ def check(
         assert not got["applied"] and not expected.applied
         assert largest_difference(got["moments"], expected.moments) < tolerance, journey
         assert largest_difference(got["weights"], expected.weights) < tolerance, journey
+        assert largest_difference(got["averages"], expected.averages) < tolerance, journey
         torch.testing.assert_close(got["outputs"], expected.outputs, atol=4 * tolerance, rtol=0)
         check_saved(journey, output, got["weights"], dtype)
         check_state(journey, folder, output, got, dtype)
@@ -140,12 +141,13 @@ def check_state(journey: str, folder: Path, output: Path, got: dict[str, Any], d
     plain.backend.load_state(output / f"{journey}.state")
     num_steps = sum(not step["skipped"] for step in got["steps"])
     assert plain.backend.learning_rate == RATE.after(num_steps)
-    read, moments = plain.weights(), plain.moments()
+    read, moments, averages = plain.weights(), plain.moments(), dict(plain.backend.averages())
     assert read.keys() == got["weights"].keys()
     for name, tensor in got["weights"].items():
         assert torch.equal(got["restored"][name], tensor), name
         assert torch.equal(read[name], tensor), name
         assert torch.equal(moments[name], got["last_moments"][name]), name
+        assert torch.equal(averages[name], got["averages"][name]), name
 
 
 @pytest.mark.report("P55")

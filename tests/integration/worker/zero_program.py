@@ -59,6 +59,7 @@ class Journey:
     outputs: Tensor
     """Log-probs or values at the end."""
     last_moments: dict[str, Tensor]
+    averages: dict[str, Tensor]
     restored: dict[str, Tensor]
     """Weights after more training and the own saved state."""
     converted: dict[str, Tensor]
@@ -193,6 +194,7 @@ def travel(
     if saved_to is not None and settings.role == "actor":
         rank.backend.save(saved_to)
     outputs, last_moments = rank.outputs(), rank.moments()
+    averages = {name: average.clone() for name, average in rank.backend.averages()}
     state.mkdir(exist_ok=True)
     rank.backend.save_state(state)
     rank.train([3, 6])  # the ranks meet, so that all have written
@@ -208,6 +210,7 @@ def travel(
         weights=weights,
         outputs=outputs,
         last_moments=last_moments,
+        averages=averages,
         restored=restored,
         converted=converted,
     )
@@ -230,10 +233,12 @@ def settings_of(
         dtype=dtype,
         backend="plain" if stage is None else "deepspeed",
         zero_stage=stage or 1,
-        zero_whole_below=0,
+        # A critic's norms are whole on every rank, and cut for the optimizer only.
+        zero_whole_below=0 if role == "actor" else 20,
         learning_rate=RATE,
         weight_decay=0.1,
         max_grad_norm=1.0,
+        ema_decay=0.9,
         micro_batch_tokens=budget,
         # Another cutting alone moves bfloat16 gradients by 8 %.
         packing="packed" if stage in (1, 3) and dtype != "bfloat16" else "padded",

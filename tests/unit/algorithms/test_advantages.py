@@ -100,6 +100,7 @@ def test_gae_when_responses_are_permuted_then_advantages_are_permuted(order, see
     assert torch.equal(permuted, torch.cat([straight[i] for i in order]))
 
 
+@pytest.mark.report("P60")
 def test_gae_when_observation_tokens_hold_nan_then_action_tokens_are_chained(golden, check):
     mask = torch.tensor([True, True, False, False, True, True])
     values = torch.tensor([0.1, 0.2, torch.nan, torch.inf, 0.4, 0.6], dtype=F64)

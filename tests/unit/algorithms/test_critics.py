@@ -45,15 +45,18 @@ def test_ensemble_when_two_critics_then_golden(golden, check):
     assert torch.equal(ensemble_value(VALUES, "min"), VALUES.min(0).values)
 
 
+@pytest.mark.report("P64")
 def test_value_std_when_four_critics_then_population(golden, check):
     four = torch.tensor([[0.1], [0.2], [0.4], [0.5]], dtype=F64)
     check(torch.cat([value_std(four), value_std(four, sample=True)]), golden["std_M4_pop_sample"])
 
 
+@pytest.mark.report("P64")
 def test_value_std_when_one_critic_then_zero():
     assert value_std(torch.ones(1, 3)).tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.report("P64")
 def test_masks_when_std_is_ranked_over_the_batch_then_golden(golden, check):
     masks = value_std_masks(value_std(VALUES), advantage_share=0.2, entropy_share=0.2)
     check(masks.advantage_keep.double(), golden["asy_IA_batch"])
@@ -123,6 +126,7 @@ def test_selection_when_a_valid_score_is_nan_then_raises():
         select_lowest(torch.tensor([0.1, torch.nan]), 0.5)
 
 
+@pytest.mark.report("P64")
 def test_split_when_groups_are_uneven_then_golden(golden):
     _, critics = split([("p0", 5), ("p1", 5), ("p2", 5), ("p3", 3)])
     assert critics == [c for group in golden["asy_split_K5_5_5_3_M2"] for c in group]
@@ -144,6 +148,7 @@ def test_split_when_single_rollout_then_critics_rotate(golden):
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
+@pytest.mark.report("P64")
 def test_split_when_arrival_order_changes_then_same_critic_and_balanced(sizes, num_critics, step, random):
     groups = [(f"p{i}", size) for i, size in enumerate(sizes)]
     rows, critics = split(groups, num_critics, step=step)

@@ -160,6 +160,7 @@ def test_critics_when_data_is_ablated_get_what_the_switch_says(critic_data: str,
     assert [len(share) for share in batch.critic_shares] == sizes
 
 
+@pytest.mark.report("P60")
 def test_critic_requests_hold_their_own_tokens_monte_carlo_targets_and_token_means() -> None:
     config = config_with()
     batch = worked_batch()

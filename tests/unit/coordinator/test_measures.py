@@ -79,6 +79,7 @@ def three_policies(*overrides: str) -> StepResult:
     return result_of(config, batch_of(7, groups, config), [], PROXIMAL, [1.0] * 7)
 
 
+@pytest.mark.report("P61")
 def test_critics_of_the_worked_batch_have_the_figures_of_a_hand_calculation() -> None:
     row = critic_metrics(asyppo())
     assert row["critic_0/value_of_right"] == pytest.approx(2.3 / 7)

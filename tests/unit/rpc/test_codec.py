@@ -158,6 +158,7 @@ def info(**changes: object) -> ServerInfo:
         "session_world_size": 3,
         "uptime_s": 7.25,
         "kv_cache_usage": 0.5,
+        "float32_head": True,
     }
     return ServerInfo(**{**values, **changes})  # type: ignore[arg-type]
 

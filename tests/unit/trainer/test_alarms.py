@@ -27,6 +27,7 @@ def test_no_alarm_when_only_one_of_the_two_holds(length: float, tilt: float) -> 
     assert feed(alarms, 10, length=100.0, tilt=tilt) + feed(alarms, 40, length=length, tilt=tilt) == []
 
 
+@pytest.mark.report("P61")
 def test_alarm_when_a_critic_stays_below_zero_names_it_and_a_single_good_step_resets_it() -> None:
     name = "critic_1/explained_variance_used"
     alarms = Alarms()

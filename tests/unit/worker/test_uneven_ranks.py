@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from tests.unit.worker.learners import (
 from tests.unit.worker.uneven import COUNTS, SIZES, with_garbage
 
 SEQUENCES = random_sequences(3, 9)
+LOADING = Lock()
+"""transformers loads one model at a time."""
 Gradients = list[dict[str, Tensor]]
 
 
@@ -46,10 +49,12 @@ def train(
 ) -> Gradients:
     world = World.join(store, rank=rank, size=num_ranks, host="127.0.0.1", deadline_s=30)
     if isinstance(shard, ActorTrain):
-        actor = open_actor(folder, world=world, micro_batch_tokens=1)
+        with LOADING:
+            actor = open_actor(folder, world=world, micro_batch_tokens=1)
         actor.learner.train(shard)
         return actor.backend.gradients
-    critic = open_critic(folder, world=world, micro_batch_tokens=1)
+    with LOADING:
+        critic = open_critic(folder, world=world, micro_batch_tokens=1)
     critic.learner.train(shard)
     return critic.backend.gradients
 

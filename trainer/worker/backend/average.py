@@ -18,19 +18,20 @@ class Average:
     def __init__(self, masters: Sequence[Tensor], decay: float) -> None:
         """Starts at the masters, which it keeps looking at."""
         self._decay = decay
-        self._masters = [master.detach() for master in masters] if decay > 0 else []
-        self._values = [master.clone() for master in self._masters]
-        self._places = {id(master): index for index, master in enumerate(masters)} if decay > 0 else {}
+        self._masters = list(masters) if decay > 0 else []
+        self._values = [master.detach().clone() for master in self._masters]
+        self._places = {id(master): index for index, master in enumerate(self._masters)}
 
     def update(self) -> None:
         """average = decay * average + (1 - decay) * master."""
         if self._values:
-            torch._foreach_lerp_(self._values, self._masters, 1 - self._decay)
+            masters = [master.detach() for master in self._masters]
+            torch._foreach_lerp_(self._values, masters, 1 - self._decay)
 
     def start_anew(self) -> None:
         """At the masters as they are."""
         for value, master in zip(self._values, self._masters, strict=True):
-            value.copy_(master)
+            value.copy_(master.detach())
 
     def of(self, master: Tensor) -> dict[str, Tensor]:
         """As a kind of a training state; empty where it is off."""
