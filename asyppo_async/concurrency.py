@@ -46,12 +46,19 @@ async def within_own_time(awaitable: Awaitable[T], deadline_s: float) -> T:
     Raises:
         TimeoutError: the time is over; the awaitable is cancelled.
     """
-    waiting = asyncio.ensure_future(awaitable)
+
+    async def answered() -> T:
+        return await awaitable
+
     try:
-        for _ in range(_TICKS):
-            await asyncio.wait({waiting}, timeout=deadline_s / _TICKS)
-            if waiting.done():
-                return waiting.result()
-        raise TimeoutError
-    finally:
-        waiting.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(answered())
+            for _ in range(_TICKS):
+                await asyncio.wait({waiting}, timeout=deadline_s / _TICKS)
+                if waiting.done():
+                    break
+            else:
+                raise TimeoutError
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
+    return waiting.result()
