@@ -17,7 +17,7 @@ from asyppo_async.fleet.prober import ProbeOutcome, Prober, ProbeWork
 from asyppo_async.fleet.rollouts import RolloutFloor
 from asyppo_async.fleet.staging import Meeting, open_arrival
 from asyppo_async.fleet.update_state import Phase, RunIdentity, Session, UpdateState
-from asyppo_async.weights.adapter import adapter_differences
+from asyppo_async.weights.adapter import adapter_differences, wrong_kind
 from asyppo_async.weights.manifest import Manifest
 from asyppo_async.weights.transfer import ReceiveReport
 
@@ -177,6 +177,9 @@ class Receiver:
 
     def _check_manifest(self, senders: Manifest) -> None:
         max_rank = self._quiet.engine.info.max_lora_rank
+        wrong = wrong_kind(senders, max_rank)
+        if wrong:
+            raise CallError("FAILED_PRECONDITION", wrong)
         if max_rank:
             kind, differences = "adapter", adapter_differences(senders, self._manifest, max_rank)
         else:

@@ -64,7 +64,7 @@ def best_of_config(folder: Path, overrides: Sequence[str]) -> TrainConfig:
     trained = [f"actor.model={folder / 'model'}", f"critic.model={folder / 'critics'}"]
     config = load_config(folder / "config.toml", [*trained, *overrides])
     run = {"name": f"{config.run.name}-best-of", "overwrite": True}
-    return config.model_copy(
+    return config.without_training_of_actor().model_copy(
         update={
             "run": config.run.model_copy(update=run),
             "critic": config.critic.without_own_models(),  # the trained ones lie in one folder

@@ -198,12 +198,15 @@ def export(
     ema: Annotated[
         bool, typer.Option("--ema", help="The moving average of the actor's weights (actor.ema_decay).")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only LoRA adapters, as peft reads them: adapter/.")
+    ] = False,
 ) -> None:
     """Write actor and critics of a checkpoint in Hugging Face format, with tokenizer and chat template."""
     from asyppo_async.trainer.export import export_checkpoint
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        saved = runner.run(export_checkpoint(folder, step, to, print, average=ema))
+        saved = runner.run(export_checkpoint(folder, step, to, print, average=ema, adapter=adapter))
     print(f"step {saved.version} of {folder}: {to}")
 
 

@@ -45,7 +45,7 @@ def evaluation_config(target: Path, config: Path | None, best: bool, overrides: 
         raise ConfigError(f"run {target} has no {model.name}/ ({asked})")
     settings = load_config(config or target / "config.toml", [f"actor.model={model}", *overrides])
     name = f"{settings.run.name}-eval"
-    return settings.model_copy(
+    return settings.without_training_of_actor().model_copy(
         update={
             "run": settings.run.model_copy(update={"name": name, "overwrite": True}),
             "critic": settings.critic.model_copy(update={"count": 0}),

@@ -170,6 +170,7 @@ async def open_run_groups(
         bind=f"tcp://{config.run.worker_host}:{config.run.worker_port or '*'}",
         on_line=on_line,
         training_steps=config.run.num_steps,
+        publish=config.weights.lora,
     ) as (actor, critics):
         if checkpoint is not None:
             await all_parties(

@@ -71,7 +71,7 @@ def reference_config(folder: Path, policy: Path | None, overrides: Sequence[str]
     model = [] if policy is None else [f"actor.model={policy}"]
     config = load_config(folder / "config.toml", [*model, *overrides])
     run = {"name": f"{config.run.name}-reference", "overwrite": True}
-    return config.model_copy(
+    return config.without_training_of_actor().model_copy(
         update={
             "run": config.run.model_copy(update=run),
             "critic": config.critic.model_copy(update={"count": 0, "each": ()}),

@@ -1,6 +1,7 @@
 """Combinations of settings that contradict each other, each refused with its reason before anything starts."""
 
 from asyppo_async.config.actor_checks import actor_rules
+from asyppo_async.config.lora_checks import lora_rules
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.errors import ConfigError
 
@@ -274,6 +275,7 @@ def _weights(config: TrainConfig) -> Rules:
     weights = config.weights
     return [
         *actor_rules(config),
+        *lora_rules(config),
         (
             weights.encoding == "delta" and config.actor.dtype != "bfloat16",
             f'weights.encoding = "delta" with actor.dtype = {config.actor.dtype!r}: nearly every float32 weight '

@@ -26,6 +26,12 @@ class OneCritic(Section):
     """Standard deviation that its fresh value head is drawn with."""
     frozen: tuple[CriticPartName, ...] | None = None
     """Parts of its backbone that do not train."""
+    lora_rank: int | None = Field(default=None, ge=0)
+    """Of its adapters; 0: its weights train."""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """Of its adapters."""
+    lora_targets: tuple[str, ...] | None = None
+    """Its linear layers that get one."""
 
 
 class CriticSection(LearnerSection):
@@ -43,7 +49,8 @@ class CriticSection(LearnerSection):
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps at the start in which only the critics train: the actor stays what it was, to the bit."""
     frozen: tuple[CriticPartName, ...] = ()
-    """Parts of the backbone that do not train; a router and a vision tower may be named where there is none."""
+    """Parts of the backbone that do not train, and get no adapter; a router and a vision tower may be named where there
+    is none."""
     head_std: float = Field(default=0.0, ge=0)
     """Standard deviation that a fresh value head is drawn with; 0: 1 / (H + 1) of H hidden units (S3AC)."""
     value_clip: float | None = Field(default=None, gt=0)

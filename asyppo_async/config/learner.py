@@ -11,6 +11,7 @@ TrainingBackend = Literal["plain", "deepspeed"]
 ZeroStage = Literal[1, 2, 3]
 Packing = Literal["padded", "packed", "auto"]
 RateCurve = Literal["cosine", "linear"]
+PublishedLora = Literal["merged", "adapter"]
 
 
 class LearnerSection(Section):
@@ -44,6 +45,13 @@ class LearnerSection(Section):
     """Passes over what is trained of each batch (UTD, update to data)."""
     mini_batches: int = Field(default=2, ge=1)
     """Optimizer steps of one pass."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of LoRA adapters, which train in the place of the model's own weights: those stay what they are. 0: the
+    weights train. Adapters take about ten times the learning rate of weights."""
+    lora_alpha: float = Field(default=32, gt=0)
+    """Their product counts `lora_alpha / lora_rank` times."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers that get one, by the ends of their names (`q_proj`, `mlp.up_proj`); empty: all of the backbone."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens, padding included, of one forward and backward."""
     packing: Packing = "auto"

@@ -1,7 +1,7 @@
 """The sections of a run's configuration. Only this package has defaults; each part receives its own section."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from asyppo_async.config.base import PositiveSeconds, Section, Share
 from asyppo_async.config.checkpoint import CheckpointSection
 from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.failures import FailuresSection
-from asyppo_async.config.learner import LearnerSection
+from asyppo_async.config.learner import LearnerSection, PublishedLora
 from asyppo_async.config.pool import PoolSection, PretrainSection
 from asyppo_async.config.selection import SelectionSection
 from asyppo_async.config.task import TaskSection
@@ -61,7 +61,8 @@ class ActorSection(LearnerSection):
     reference: Path | Literal["initial", "ema"] | None = None
     """Folder of a frozen model that `algorithm.kl_coefficient` holds the policy to; `initial`: the weights that the run
     starts from; `ema`: the moving average of `ema_decay`, as it is before each training step. Every rank holds all of
-    it. None: no such model; a KL is over the loss's own reference."""
+    it, but for `initial` where adapters train (`lora_rank`): those weights are there. None: no such model; a KL is over
+    the loss's own reference."""
     routing_replay: bool = False
     """R3: the forward of a mixture of experts uses the experts that the engine used; the engine must return them."""
 
@@ -107,6 +108,9 @@ class WeightsSection(Section):
     encoding: Literal["full", "delta"] = "full"
     """delta: only what has changed since the version that all servers hold; needs actor.dtype = "bfloat16", and one
     more copy of the weights in the trainer's host memory."""
+    lora: PublishedLora = "merged"
+    """What is published of an actor with adapters (`actor.lora_rank`). merged: whole weights, adapters added, which any
+    server takes. adapter: the adapters alone, to servers that run with --enable-lora."""
     folder: str = ""
     """Of the way `folder`: a path that the trainer and every server see, or a URL that fsspec knows (`s3://bucket/runs`,
     with the package of its store installed at both ends, and access from their environments)."""
@@ -256,3 +260,10 @@ class TrainConfig(Section):
     pool: PoolSection = PoolSection()
     pretrain: PretrainSection = PretrainSection()
     simulate: SimulateSection = SimulateSection()
+
+    def without_training_of_actor(self) -> Self:
+        """As a program reads it that only publishes the actor's model: no adapters, whole weights."""
+        actor = self.actor.model_copy(update={"lora_rank": 0, "lora_targets": ()})
+        return self.model_copy(
+            update={"actor": actor, "weights": self.weights.model_copy(update={"lora": "merged"})}
+        )

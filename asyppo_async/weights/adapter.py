@@ -109,6 +109,25 @@ def adapted_layers(base: Manifest) -> list[str]:
     return sorted({spec.name.split(".")[-2] for spec in base.tensors if _takes_adapter(spec)})
 
 
+def wrong_kind(senders: Manifest, max_rank: int) -> str:
+    """What a person is told where whole weights meet a server of adapters, or the other way round; else nothing.
+
+    `max_rank` of the adapters that the server takes; 0: it takes none.
+    """
+    adapters = any(_NAME.fullmatch(spec.name) for spec in senders.tensors)
+    if not senders.tensors or adapters == bool(max_rank):
+        return ""
+    if adapters:
+        return (
+            "the sender publishes adapters, and this server takes whole weights: start it with --enable-lora and "
+            '--max-lora-rank, or publish whole weights (weights.lora = "merged" in a run)'
+        )
+    return (
+        f"{senders.tensors[0].name} is no tensor of an adapter: the sender publishes whole weights, and this server "
+        'runs with --enable-lora; start it without, or publish adapters (weights.lora = "adapter" in a run)'
+    )
+
+
 def adapter_differences(adapter: Manifest, base: Manifest, max_rank: int) -> list[str]:
     """One line for each tensor of `adapter` that does not fit the model of `base`; none: it can be served."""
     weights = {spec.name: spec for spec in base.tensors if _takes_adapter(spec)}

@@ -26,6 +26,7 @@ HOMES = {
     "vllm": ("fleet/engine/",),
     "deepspeed": ("trainer/worker/backend/",),
     "zmq": ("trainer/worker/",),
+    "peft": ("trainer/worker/lora_layers.py",),
     "grpc": ("asyppo_async/rpc/", "fleet/", "trainer/coordinator/membership.py"),
     "grpc_health": ("asyppo_async/rpc/", "fleet/"),
     "prometheus_client": ("fleet/",),

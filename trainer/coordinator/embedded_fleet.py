@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from asyppo_async.config.sections import TrainConfig
+from asyppo_async.config.serve import LORA_RANKS
 from asyppo_async.errors import FleetUnavailable
 
 _log = logging.getLogger(__name__)
@@ -57,10 +58,18 @@ async def embedded_fleet(config: TrainConfig, logs: Path) -> AsyncIterator["Chil
         *("--kv-cache-gib", str(fleet.kv_cache_gib)),
         *("--num-threads", str(fleet.num_threads)),
         *("--drain-grace-s", str(DRAIN_GRACE_S)),
+        *_adapter_options(config),
         *fleet.extra_args,
     ]
     async with child_server(command, logs / "fleet.log", config.run.join_timeout_s) as server:
         yield server
+
+
+def _adapter_options(config: TrainConfig) -> tuple[str, ...]:
+    if config.weights.lora != "adapter":
+        return ()
+    room = next(rank for rank in LORA_RANKS if rank >= config.actor.lora_rank)
+    return "--enable-lora", "--max-lora-rank", str(room)
 
 
 class ChildServer:

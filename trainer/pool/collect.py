@@ -41,6 +41,7 @@ async def collect(
 
 def _config_of(config: TrainConfig, policy: Path, number: int) -> TrainConfig:
     """The run's settings with the policy in place of the actor and without critics."""
+    config = config.without_training_of_actor()
     return config.model_copy(
         update={
             "run": config.run.model_copy(

@@ -40,7 +40,8 @@ def over_policy(config: TrainConfig, policy: Path) -> TrainConfig:
         learning_rate_warmup_steps=0,
         frozen=config.critic.frozen,
     )
-    return changed.model_copy(update={"actor": config.actor.model_copy(update={"model": policy})})
+    changed = changed.without_training_of_actor()
+    return changed.model_copy(update={"actor": changed.actor.model_copy(update={"model": policy})})
 
 
 def _of_one(own: OneCritic, frozen: object) -> dict[str, object]:

@@ -21,7 +21,7 @@ from asyppo_async.trainer.worker.experts import Experts
 from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult, ActorTrain, TrainResult
 from asyppo_async.trainer.worker.model import Policy, Scoring
 from asyppo_async.trainer.worker.packing import MicroBatch, lay_out
-from asyppo_async.trainer.worker.reference import Reference
+from asyppo_async.trainer.worker.reference import Frozen
 from asyppo_async.trainer.worker.steps import Stepper, TokenSums, sequences_with
 
 _HEAD_CHUNK_ELEMENTS = 2**25
@@ -34,7 +34,7 @@ class Actor:
         policy: Policy,
         stepper: Stepper,
         *,
-        reference: Reference | None = None,
+        reference: Frozen | None = None,
     ) -> None:
         self._policy = policy
         self._stepper = stepper
@@ -52,7 +52,10 @@ class Actor:
         reference_logprobs = np.empty_like(logprobs) if request.with_reference else None
         chosen = np.arange(sequences.num_sequences)
         batches = list(self._stepper.cutting.micro_batches(sequences, lay_out(sequences), chosen))
-        for _ in range(self._stepper.num_idle([len(batches)])[0]):
+        num_idle = self._stepper.num_idle([len(batches)])[0]
+        if request.with_reference and self._reference is not None and self._reference.runs_in_engine:
+            num_idle *= 2
+        for _ in range(num_idle):
             self._idle_loss(with_entropy=False)
         for batch in batches:
             everything = np.ones(len(batch.tokens), dtype=np.bool_)

@@ -85,9 +85,12 @@ class ActorGroup:
         requests = await asyncio.to_thread(cut_actor_train, request, self._ranks.size)
         return await _train(self._ranks, requests, self._request_timeout_s)
 
-    async def save(self, folder: Path) -> None:
-        """Write the policy in Hugging Face format, with its tokenizer; the folder must not exist yet."""
-        requests = [Save(folder=_new_folder(folder))] * self._ranks.size
+    async def save(self, folder: Path, *, adapter: bool = False) -> None:
+        """Write the policy in Hugging Face format, with its tokenizer; the folder must not exist yet.
+
+        `adapter`: only its adapters, as peft's folder.
+        """
+        requests = [Save(folder=_new_folder(folder), adapter=adapter)] * self._ranks.size
         await self._ranks.ask(requests, self._request_timeout_s)
 
     async def manifest(self) -> Manifest:
@@ -192,9 +195,12 @@ class CriticGroup:
         requests = await asyncio.to_thread(cut_critic_train, request, self._ranks.size)
         return await _train(self._ranks, requests, self._request_timeout_s)
 
-    async def save(self, folder: Path) -> None:
-        """Write backbone and value head with their tokenizer; the folder must not exist yet."""
-        requests = [Save(folder=_new_folder(folder))] * self._ranks.size
+    async def save(self, folder: Path, *, adapter: bool = False) -> None:
+        """Write backbone and value head with their tokenizer; the folder must not exist yet.
+
+        `adapter`: only its adapters, as peft's folder, and the value head.
+        """
+        requests = [Save(folder=_new_folder(folder), adapter=adapter)] * self._ranks.size
         await self._ranks.ask(requests, self._request_timeout_s)
 
 

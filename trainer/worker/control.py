@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyppo_async.config.critic import CriticPartName
-from asyppo_async.config.learner import Packing, TrainingBackend, ZeroStage
+from asyppo_async.config.learner import Packing, PublishedLora, TrainingBackend, ZeroStage
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.session_messages import SessionStore
 from asyppo_async.weights.manifest import Manifest
@@ -51,6 +51,13 @@ class WorkerSettings:
     """The reference becomes the moving average after every training step."""
     routing_replay: bool = False
     """The actor will be told which experts to use, so it must have some."""
+    lora_rank: int = 0
+    """Of adapters, which train alone; 0: the weights train."""
+    lora_alpha: float = 32.0
+    lora_targets: tuple[str, ...] = ()
+    """Ends of names of the layers with adapters; empty: all linear ones of the backbone."""
+    publish: PublishedLora = "merged"
+    """What the actor publishes where it has adapters."""
     frozen: tuple[CriticPartName, ...] = ()
     """Parts of a critic's backbone that do not train."""
     head_std: float = 0.0

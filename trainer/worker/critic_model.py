@@ -16,8 +16,12 @@ from asyppo_async.trainer.critic_folder import HEAD_FILE
 from asyppo_async.trainer.worker.control import ComputeDtype
 from asyppo_async.trainer.worker.model import hidden_states, load_model
 
+BACKBONE = "backbone."
+"""What names of parameters of the backbone begin with."""
 VALUE_HEAD = "value_head"
 """Name of the head among a critic's modules."""
+HEAD_WEIGHT = f"{VALUE_HEAD}.weight"
+"""Its parameter."""
 _HEAD_KEY = "weight"
 _PART_NAMES: Mapping[CriticPartName, tuple[str, ...]] = {
     "attention": (".self_attn.", ".attention.", ".attn."),
@@ -30,6 +34,11 @@ _PART_NAMES: Mapping[CriticPartName, tuple[str, ...]] = {
 _MAY_BE_ABSENT = ("router", "vision")
 
 
+def save_head(weight: Tensor, folder: Path) -> None:
+    """A value head's weight [1, H] as `load_critic` finds it beside a backbone."""
+    save_file({_HEAD_KEY: weight.contiguous()}, folder / HEAD_FILE)
+
+
 class CriticModule(nn.ModuleDict):
     """Backbone and value head under one roof, for an optimizer and for saving."""
 
@@ -39,12 +48,11 @@ class CriticModule(nn.ModuleDict):
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """The backbone in Hugging Face format, the head beside it; `state_dict`: instead of the module's own."""
         tensors = self.state_dict() if state_dict is None else state_dict
-        prefix = "backbone."
         inner = {
-            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+            name.removeprefix(BACKBONE): value for name, value in tensors.items() if name.startswith(BACKBONE)
         }
         self["backbone"].save_pretrained(folder, state_dict=inner)  # type: ignore[operator]
-        save_file({_HEAD_KEY: tensors[f"{VALUE_HEAD}.weight"].contiguous()}, folder / HEAD_FILE)
+        save_head(tensors[HEAD_WEIGHT], folder)
 
 
 class Critic:

@@ -57,5 +57,6 @@ def check_fit(module: nn.Module, settings: WorkerSettings, num_ranks: int, free:
     raise ConfigError(
         f"{settings.role}.model does not fit: {num_trained:,} trained parameters need {needed / _GIB:.1f} GiB for "
         f"gradients and optimizer at each of {num_ranks} ranks, and {free / _GIB:.1f} GiB are free here; use "
-        f"{settings.role}.backend = 'deepspeed' with zero_stage = 3 and more ranks, or a smaller model"
+        f"{settings.role}.backend = 'deepspeed' with zero_stage = 3 and more ranks, adapters "
+        f"({settings.role}.lora_rank), or a smaller model"
     )

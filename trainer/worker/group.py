@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asyppo_async.concurrency import beside, together
 from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.learner import PublishedLora
 from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError, WorkerError
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
@@ -39,6 +40,7 @@ async def open_groups(
     bind: str = "tcp://127.0.0.1:*",
     on_line: Callable[[str], None] = logger.info,
     training_steps: int = 0,
+    publish: PublishedLora = "merged",
 ) -> AsyncIterator[tuple[ActorGroup, tuple[CriticGroup, ...]]]:
     """Start the worker groups of a run on this machine, and end them with the body.
 
@@ -52,6 +54,7 @@ async def open_groups(
         bind: where workers connect.
         on_line: told, where ranks of other machines are wanted, what to type there.
         training_steps: of the run, over which a learning rate comes down that names no steps of its own.
+        publish: of an actor with adapters, all its weights or the adapters alone.
 
     Raises:
         ConfigError: no such model, a critic with another vocabulary, or an address that cannot be bound.
@@ -64,6 +67,7 @@ async def open_groups(
         bucket_bytes=bucket_bytes,
         times=times,
         training_steps=training_steps,
+        publish=publish,
     )
     async with open_worker_groups(specs, folder=folder, times=times, bind=bind, on_line=on_line) as groups:
         yield groups

@@ -247,3 +247,5 @@ class Save:
     """Write the model as a Hugging Face folder."""
 
     folder: str
+    adapter: bool = False
+    """Only its adapters, as peft's folder."""

@@ -139,10 +139,15 @@ def recompute_layers(root: nn.Module) -> None:
         layer.training = True
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a model beside its weights and config: tokenizer, chat template, generation settings."""
+def copy_companions(source: Path, target: Path, *, without: str = "") -> None:
+    """Copy what belongs to a model beside its weights and config: tokenizer, chat template, generation settings.
+
+    `without`: a file that stays behind, whatever it is.
+    """
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not (target / file.name).exists():
+        if not file.is_file() or file.name.endswith(_WEIGHT_SUFFIXES) or file.name == without:
+            continue
+        if not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
 
 

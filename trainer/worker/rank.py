@@ -20,21 +20,30 @@ from asyppo_async.trainer.worker.control import (
     WorkerSettings,
 )
 from asyppo_async.trainer.worker.critic import CriticLearner
-from asyppo_async.trainer.worker.critic_model import load_critic
+from asyppo_async.trainer.worker.critic_model import BACKBONE, load_critic
 from asyppo_async.trainer.worker.documents import cutting_of
 from asyppo_async.trainer.worker.experts import Experts
 from asyppo_async.trainer.worker.fit import check_fit, free_bytes
+from asyppo_async.trainer.worker.lora_layers import adapt
 from asyppo_async.trainer.worker.messages import ActorForward, ActorTrain, CriticForward, CriticTrain, Save
-from asyppo_async.trainer.worker.model import copy_companions, load_policy
+from asyppo_async.trainer.worker.model import load_policy
+from asyppo_async.trainer.worker.model_files import ModelFiles
 from asyppo_async.trainer.worker.names import CheckpointNames
 from asyppo_async.trainer.worker.packing import Cutting
+from asyppo_async.trainer.worker.published import (
+    AdapterWeights,
+    Published,
+    WholeWeights,
+    manifest_of_adapters,
+    manifest_of_weights,
+)
 from asyppo_async.trainer.worker.rank_state import RankState
-from asyppo_async.trainer.worker.reference import load_reference
+from asyppo_async.trainer.worker.reference import BaseOfAdapters, load_reference
 from asyppo_async.trainer.worker.sender import Sender
 from asyppo_async.trainer.worker.session_messages import CloseSession, JoinSession, OpenSession, SendWeights
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.weights.manifest import Dtype, Manifest, manifest_of_checkpoint
+from asyppo_async.weights.manifest import Dtype
 
 
 class Rank(Protocol):
@@ -57,14 +66,17 @@ class Rank(Protocol):
 class ActorRank:
     def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
         self._folder = Path(settings.model)
-        self._rank = world.rank
         policy = load_policy(self._folder, settings.dtype, float32_head=settings.float32_head)
         policy.module.to(device)
         if settings.routing_replay:
             Experts(policy).check()
         names = CheckpointNames(policy.module)
+        adapters = adapt(policy.module, settings)
+        shapes = {name: tuple(weight.shape) for name, weight in policy.module.named_parameters()}
+        # Under adapters the weights that the run starts from are still there.
+        own_base = bool(adapters.layers) and settings.reference == settings.model
         reference = load_reference(
-            settings.reference,
+            "" if own_base else settings.reference,
             settings.dtype,
             device,
             vocab_size=policy.vocab_size,
@@ -73,19 +85,22 @@ class ActorRank:
         seeing = [policy.module] if reference is None else [policy.module, reference.module]
         cutting = cutting_of(settings, *seeing)
         _check_fit(policy.module, settings, world)
-        self._backend = open_backend(policy, settings, world)
+        self._backend = open_backend(policy, settings, world, adapters)
         stepper = _stepper(self._backend, settings, world, cutting)
         self._moving = reference if settings.moving_reference else None
-        self.state = RankState(self._backend, stepper, world, self._move_reference)
-        self._actor = Actor(policy, stepper, reference=reference)
-        dtype: Dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
-        self._sender = Sender(
-            self._backend,
-            names,
-            _manifest(names, self._folder, dtype),
-            bucket_bytes=settings.bucket_bytes,
-            rank=world.rank,
+        self.state = RankState(
+            self._backend, stepper, world, self._move_reference, base_checksum=adapters.base_checksum
         )
+        self._actor = Actor(policy, stepper, reference=BaseOfAdapters(policy) if own_base else reference)
+        self._files = ModelFiles(self._backend, adapters, settings, world)
+        dtype: Dtype = "bfloat16" if settings.dtype == "bfloat16" else "float32"
+        whole = manifest_of_weights(names, self._folder, dtype)
+        weights: Published
+        if adapters.layers and settings.publish == "adapter":
+            weights = AdapterWeights(self._backend, adapters, manifest_of_adapters(adapters, shapes, whole))
+        else:
+            weights = WholeWeights(self._backend, names, whole, adapters)
+        self._sender = Sender(weights, bucket_bytes=settings.bucket_bytes, rank=world.rank)
         self.loaded = Loaded(
             vocab_size=policy.vocab_size,
             tokenizer_fingerprint=_fingerprint(self._folder),
@@ -110,7 +125,7 @@ class ActorRank:
             case CloseSession():
                 self._sender.close()
             case Save():
-                _save(self._backend, self._folder, Path(request.folder), self._rank)
+                self._files.save(Path(request.folder), adapter=request.adapter)
             case _:
                 raise WorkerError(f"an actor does not answer {type(request).__name__}")
         return reply
@@ -122,17 +137,19 @@ class ActorRank:
 
 class CriticRank:
     def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
-        self._folder, self._rank = Path(settings.model), world.rank
+        self._folder = Path(settings.model)
         critic = load_critic(
             self._folder, settings.dtype, settings.seed, head_std=settings.head_std, frozen=settings.frozen
         )
-        critic.module.to(device)
         num_parameters = sum(parameter.numel() for parameter in critic.module.parameters())
+        adapters = adapt(critic.root, settings, prefix=BACKBONE)
+        critic.module.to(device)
         cutting = cutting_of(settings, critic.root)
         _check_fit(critic.module, settings, world)
-        self._backend = open_backend(critic, settings, world)
+        self._backend = open_backend(critic, settings, world, adapters)
+        self._files = ModelFiles(self._backend, adapters, settings, world)
         stepper = _stepper(self._backend, settings, world, cutting)
-        self.state = RankState(self._backend, stepper, world)
+        self.state = RankState(self._backend, stepper, world, base_checksum=adapters.base_checksum)
         self._learner = CriticLearner(critic, stepper)
         self.loaded = Loaded(
             vocab_size=critic.vocab_size,
@@ -148,7 +165,7 @@ class CriticRank:
             case CriticTrain():
                 return self._learner.train(request)
             case Save():
-                _save(self._backend, self._folder, Path(request.folder), self._rank)
+                self._files.save(Path(request.folder), adapter=request.adapter)
                 return Done()
         raise WorkerError(f"a critic does not answer {type(request).__name__}")
 
@@ -180,37 +197,8 @@ def _stepper(backend: Backend, settings: WorkerSettings, world: World, cutting: 
     return Stepper(backend, world, cutting=cutting, non_finite_budget=settings.non_finite_budget)
 
 
-def _save(backend: Backend, source: Path, folder: Path, rank: int) -> None:
-    """All or nothing: the folder appears when it is complete."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    backend.save(unfinished)
-    if rank == 0:
-        copy_companions(source, unfinished)
-        unfinished.rename(folder)
-
-
 def _fingerprint(folder: Path) -> str:
     try:
         return tokenizer_fingerprint(folder)
     except ConfigError:
         return ""
-
-
-def _manifest(names: CheckpointNames, folder: Path, dtype: Dtype) -> Manifest:
-    """What is published: the tensors of the checkpoint, all of which the loaded model must hold.
-
-    Raises:
-        ConfigError: the model holds others, or in other shapes.
-    """
-    manifest = manifest_of_checkpoint(folder, dtype)
-    wanted = {spec.name: spec.shape for spec in manifest.tensors}
-    shapes = names.shapes
-    if shapes != wanted:
-        different = sorted(
-            name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)
-        )
-        raise ConfigError(
-            f"{len(different)} tensors of {folder} are named or shaped otherwise in the loaded model, so they cannot "
-            f"be published: {', '.join(different[:3])}"
-        )
-    return names.together(manifest)

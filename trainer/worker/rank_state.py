@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +29,18 @@ class RankState:
         stepper: Stepper,
         world: World,
         after_restore: Callable[[], None] = lambda: None,
+        *,
+        base_checksum: str = "",
     ) -> None:
-        """`after_restore`: for what follows from the weights; every rank calls it."""
+        """Args:
+        backend: saves what trains.
+        stepper: counts steps that were not finite.
+        world: of the rank.
+        after_restore: for what follows from the weights; every rank calls it.
+        base_checksum: of weights that do not train and are not saved; adapters belong to exactly these.
+        """
         self._after_restore = after_restore
+        self._base_checksum = base_checksum
         self._backend = backend
         self._stepper = stepper
         self._rank = world.rank
@@ -54,13 +64,28 @@ class RankState:
         Raises:
             CheckpointError: The files are not those of this group.
         """
+        self._check_base(folder)
         self._backend.load_state(folder, average=average)
         self._restore_own(folder)
         self._after_restore()
 
-    def _restore_own(self, folder: Path) -> None:
+    def _check_base(self, folder: Path) -> None:
+        if self._numbers_of_first(folder).get("base_checksum", "") != self._base_checksum:
+            raise CheckpointError(
+                f"{folder} holds adapters for other weights than those that are loaded: the model's folder has changed "
+                "since, or lora_rank was set or taken away; resume with the model and settings of the run"
+            )
+
+    def _numbers_of_first(self, folder: Path) -> dict[str, Any]:
         try:
-            numbers = json.loads(self._numbers(folder, 0).read_text(encoding="utf-8"))
+            numbers: dict[str, Any] = json.loads(self._numbers(folder, 0).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"rank {self._rank} finds no state in {folder}: {error}") from error
+        return numbers
+
+    def _restore_own(self, folder: Path) -> None:
+        numbers = self._numbers_of_first(folder)
+        try:
             # What is counted is decided together, so it is the same at all ranks.
             self._stepper.num_non_finite = int(numbers["num_non_finite"])
             if self._rank >= int(numbers["num_ranks"]):
@@ -111,6 +136,7 @@ class RankState:
         numbers = {
             "num_ranks": self._num_ranks,
             "num_non_finite": self._stepper.num_non_finite,
+            "base_checksum": self._base_checksum,
             "python": random.getstate(),
             "numpy": {**numpy_state, "state": {**keys, "key": keys["key"].tolist()}},
         }

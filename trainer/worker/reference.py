@@ -2,28 +2,77 @@
 
 It is frozen, or follows the moving average of the actor's weights.
 
+Where adapters train, the weights that a run starts from are still there: then they are that model, and nothing is held
+twice.
+
 Legend: `N` response tokens of a micro-batch.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyppo_async.algorithms.logprobs import KeptSet, token_logprobs_and_entropy
+from asyppo_async.algorithms.logprobs import KeptSet, TokenDistribution, token_logprobs_and_entropy
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.worker.control import ComputeDtype
 from asyppo_async.trainer.worker.experts import Experts
+from asyppo_async.trainer.worker.lora_layers import adapters_off
 from asyppo_async.trainer.worker.messages import ActorForward
-from asyppo_async.trainer.worker.model import Policy, load_policy
+from asyppo_async.trainer.worker.model import Policy, Scoring, load_policy
 from asyppo_async.trainer.worker.packing import MicroBatch
 from asyppo_async.types import Float32Array
 
 
+class Frozen(Protocol):
+    """What a KL penalty holds the policy to."""
+
+    @property
+    def runs_in_engine(self) -> bool:
+        """Its forward is one of the training engine's, and so may be a collective."""
+        ...
+
+    def logprobs(self, batch: MicroBatch, request: ActorForward, *, chunk_tokens: int) -> Float32Array:
+        """[N] with the sampling and the experts of the request; -inf outside its own kept set."""
+        ...
+
+
+class BaseOfAdapters:
+    """The policy without its adapters."""
+
+    runs_in_engine = True
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._experts = Experts(policy)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch, request: ActorForward, *, chunk_tokens: int) -> Float32Array:
+        device = self._policy.head_weight.device
+        with self._experts.replaying(request, batch), adapters_off(self._policy.module):
+            distribution = self._policy.distribution(
+                torch.from_numpy(batch.input_ids).to(device),
+                torch.from_numpy(batch.states).to(device),
+                torch.from_numpy(batch.token_ids).to(device),
+                Scoring(
+                    documents=batch.documents,
+                    temperature=request.temperature,
+                    chunk_tokens=chunk_tokens,
+                    kept_set=KeptSet(top_k=request.top_k, top_p=request.top_p),
+                ),
+            )
+        return _as_array(distribution)
+
+
 class Reference:
+    """A model of its own."""
+
+    runs_in_engine = False
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._experts = Experts(policy)
@@ -32,7 +81,6 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, request: ActorForward, *, chunk_tokens: int) -> Float32Array:
-        """[N] with the sampling and the experts of the request; -inf outside the reference's own kept set."""
         with self._experts.replaying(request, batch):
             hidden = self._policy.hidden_states(self._tensor(batch.input_ids), batch.documents).flatten(0, 1)
         distribution = token_logprobs_and_entropy(
@@ -44,10 +92,7 @@ class Reference:
             float32_head=self._policy.float32_head,
             kept_set=KeptSet(top_k=request.top_k, top_p=request.top_p),
         )
-        logprobs: NDArray[np.float32] = (
-            distribution.logprobs.masked_fill(~distribution.inside, -torch.inf).float().cpu().numpy()
-        )
-        return logprobs
+        return _as_array(distribution)
 
     @torch.no_grad()
     def become(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -78,3 +123,10 @@ def load_reference(
         )
     policy.module.to(device)
     return Reference(policy)
+
+
+def _as_array(distribution: TokenDistribution) -> Float32Array:
+    logprobs: NDArray[np.float32] = (
+        distribution.logprobs.masked_fill(~distribution.inside, -torch.inf).float().cpu().numpy()
+    )
+    return logprobs

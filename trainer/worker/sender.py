@@ -7,8 +7,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from asyppo_async.errors import WeightSyncError
-from asyppo_async.trainer.worker.backend.protocol import Backend
-from asyppo_async.trainer.worker.names import CheckpointNames
+from asyppo_async.trainer.worker.published import Published
 from asyppo_async.trainer.worker.session_messages import (
     JoinSession,
     OpenSession,
@@ -19,7 +18,6 @@ from asyppo_async.trainer.worker.session_messages import (
 from asyppo_async.weights.buckets import plan_buckets
 from asyppo_async.weights.delta_wire import send_delta
 from asyppo_async.weights.host_copy import HostCopy
-from asyppo_async.weights.manifest import Manifest
 from asyppo_async.weights.shards import write_delta, write_full
 from asyppo_async.weights.store import open_store
 from asyppo_async.weights.transfer import WeightGroup, send_tensors, tensors_in
@@ -33,22 +31,17 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 class Sender:
     """At most one session at a time."""
 
-    def __init__(
-        self, backend: Backend, names: CheckpointNames, manifest: Manifest, *, bucket_bytes: int, rank: int
-    ) -> None:
+    def __init__(self, weights: Published, *, bucket_bytes: int, rank: int) -> None:
         """Args:
-        backend: holds the parameters.
-        names: where the tensors lie in them.
-        manifest: of the tensors, in the order in which they are sent.
+        weights: what is sent.
         bucket_bytes: largest bucket.
         rank: only rank 0 sends.
         """
-        self._backend = backend
-        self._names = names
+        self._weights = weights
         self._rank = rank
-        self.manifest = manifest
+        self.manifest = weights.manifest
         self._bucket_bytes = bucket_bytes
-        self.buckets = plan_buckets(manifest, bucket_bytes)
+        self.buckets = plan_buckets(self.manifest, bucket_bytes)
         self._copy: HostCopy | None = None
         """Of what was sent last, where that is kept."""
         self._store: Store | None = None
@@ -76,10 +69,9 @@ class Sender:
 
     def send(self, request: SendWeights) -> SendResult:
         """Send everything, or what has changed; the ranks other than 0 only take part in the gathering."""
-        names = [spec.name for spec in self.manifest.tensors]
-        parameters = self._backend.full_tensors(self._names.parameters(names))
+        tensors = self._weights.tensors(here=self._rank == 0)
         if self._rank != 0:
-            for _ in parameters:
+            for _ in tensors:
                 pass
             return SendResult(checksums=(), num_bytes=0, gather_s=0.0, wire_s=0.0)
         if self._group is None and not request.folder:
@@ -87,7 +79,6 @@ class Sender:
         others = {spec.dtype for spec in self.manifest.tensors} - {"bfloat16"}
         if request.keep and others:
             raise WeightSyncError(f"deltas are made of bfloat16 weights, these are {', '.join(others)}")
-        tensors = self._names.tensors(names, parameters)
         deadline_at_s = time.monotonic() + request.deadline_s
         copy = self._copy
         if request.base_version >= 0 and (copy is None or copy.version != request.base_version):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.learner import PublishedLora
 from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.critic_folder import critic_folder
@@ -46,10 +47,12 @@ def specs_of(
     bucket_bytes: int,
     times: GroupTimes,
     training_steps: int = 0,
+    publish: PublishedLora = "merged",
 ) -> tuple[GroupSpec, ...]:
     """The actor's group first, then one per critic.
 
     `training_steps` of the run are those over which a learning rate comes down that names no steps of its own.
+    `publish`: of an actor with adapters, all its weights or the adapters alone.
     """
     specs = []
     for index in range(-1, critic.count):
@@ -70,6 +73,9 @@ def specs_of(
             micro_batch_tokens=section.micro_batch_tokens,
             packing=section.packing,
             recompute=section.recompute,
+            lora_rank=section.lora_rank,
+            lora_alpha=section.lora_alpha,
+            lora_targets=section.lora_targets,
             num_threads=section.num_threads,
             non_finite_budget=section.non_finite_budget,
             seed=seed,
@@ -78,7 +84,7 @@ def specs_of(
         )
         specs.append(
             GroupSpec(
-                settings=_of_actor(settings, actor) if own is None else _of_critic(settings, own),
+                settings=_of_actor(settings, actor, publish) if own is None else _of_critic(settings, own),
                 critic=None if index < 0 else index,
                 num_ranks=section.num_ranks,
                 num_local_ranks=_local_ranks(section),
@@ -106,7 +112,7 @@ def learning_rate_of(section: ActorSection | CriticSection, training_steps: int)
         raise ConfigError(f"{'actor' if isinstance(section, ActorSection) else 'critic'}: {error}") from error
 
 
-def _of_actor(settings: WorkerSettings, actor: ActorSection) -> WorkerSettings:
+def _of_actor(settings: WorkerSettings, actor: ActorSection, publish: PublishedLora) -> WorkerSettings:
     return replace(
         settings,
         float32_head=actor.float32_head,
@@ -114,6 +120,7 @@ def _of_actor(settings: WorkerSettings, actor: ActorSection) -> WorkerSettings:
         reference=_reference_of(actor),
         moving_reference=actor.reference == "ema",
         routing_replay=actor.routing_replay,
+        publish=publish,
     )
 
 

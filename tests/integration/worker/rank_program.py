@@ -21,6 +21,8 @@ from tests.unit.worker.learners import (
 
 SIZES = [5, 1, 0, 4, 9]
 """A mini-batch of one sequence leaves all ranks but one with nothing."""
+RANKS_OF_ADAPTERS = (0, 2)
+"""0: the weights train."""
 
 
 def main(rank: int, num_ranks: int, port: int, folder: Path, output: Path) -> None:
@@ -34,11 +36,14 @@ def main(rank: int, num_ranks: int, port: int, folder: Path, output: Path) -> No
     sequences = random_sequences(3, 9)
     # Ranks cut their shards into micro-batches of different sizes on purpose.
     budget = 20 + 10 * rank
-    actor = open_actor(folder, world=world, micro_batch_tokens=budget)
-    critic = open_critic(folder, world=world, micro_batch_tokens=budget)
-    actor.learner.train(cut_actor_train(actor_request(sequences, SIZES), num_ranks)[rank])
-    critic.learner.train(cut_critic_train(critic_request(sequences, SIZES), num_ranks)[rank])
-    torch.save((actor.backend.gradients, critic.backend.gradients), output)
+    gradients = []
+    for lora in RANKS_OF_ADAPTERS:
+        actor = open_actor(folder, world=world, micro_batch_tokens=budget, lora=lora)
+        critic = open_critic(folder, world=world, micro_batch_tokens=budget, lora=lora)
+        actor.learner.train(cut_actor_train(actor_request(sequences, SIZES), num_ranks)[rank])
+        critic.learner.train(cut_critic_train(critic_request(sequences, SIZES), num_ranks)[rank])
+        gradients += [actor.backend.gradients, critic.backend.gradients]
+    torch.save(gradients, output)
 
 
 if __name__ == "__main__":

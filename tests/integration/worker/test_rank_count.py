@@ -9,7 +9,7 @@ import torch
 
 from asyppo_async.trainer.worker.processes import environment_of_rank
 from asyppo_async.types import TokenSequences
-from tests.integration.worker.rank_program import SIZES
+from tests.integration.worker.rank_program import RANKS_OF_ADAPTERS, SIZES
 from tests.unit.worker.learners import (
     actor_request,
     critic_request,
@@ -34,9 +34,12 @@ def start(rank: int, num_ranks: int, port: int, folder: Path, output: Path) -> "
 def test_gradients_of_all_steps_do_not_depend_on_the_number_of_ranks(
     tiny_folder: Path, sequences: TokenSequences, tmp_path: Path, num_ranks: int
 ) -> None:
-    actor, critic = open_actor(tiny_folder), open_critic(tiny_folder)
-    actor.learner.train(actor_request(sequences, SIZES))
-    critic.learner.train(critic_request(sequences, SIZES))
+    alone = []
+    for lora in RANKS_OF_ADAPTERS:
+        actor, critic = open_actor(tiny_folder, lora=lora), open_critic(tiny_folder, lora=lora)
+        actor.learner.train(actor_request(sequences, SIZES))
+        critic.learner.train(critic_request(sequences, SIZES))
+        alone += [actor.backend.gradients, critic.backend.gradients]
 
     outputs = [tmp_path / f"{rank}.pt" for rank in range(num_ranks)]
     ranks = [start(0, num_ranks, 0, tiny_folder, outputs[0])]
@@ -54,7 +57,7 @@ def test_gradients_of_all_steps_do_not_depend_on_the_number_of_ranks(
     for output in outputs:
         for seen, expected in zip(
             torch.load(output, weights_only=True),
-            (actor.backend.gradients, critic.backend.gradients),
+            alone,
             strict=True,
         ):
             assert len(seen) == len(expected) == 4

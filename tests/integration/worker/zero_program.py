@@ -1,7 +1,8 @@
 """One rank that trains through DeepSpeed, as a program: what it came to, per role and stage, is what rank 0 writes.
 
 Arguments: rank, number of ranks, port of rank 0's store (0 at rank 0, which prints it), model folder, output folder,
-dtype, and the journeys to make, as `actor:3`, or `actor:3:uneven` for those of `travel_unevenly`.
+dtype, and the journeys to make, as `actor:3`, with adapters as `actor:3:lora`, or as
+`actor:3:uneven` those of `travel_unevenly`.
 """
 
 import sys
@@ -25,16 +26,17 @@ from asyppo_async.trainer.worker.backend.plain import PlainBackend
 from asyppo_async.trainer.worker.backend.protocol import Backend
 from asyppo_async.trainer.worker.control import ComputeDtype, WorkerRole, WorkerSettings
 from asyppo_async.trainer.worker.critic import CriticLearner
-from asyppo_async.trainer.worker.critic_model import Critic, load_critic
+from asyppo_async.trainer.worker.critic_model import BACKBONE, Critic, load_critic
 from asyppo_async.trainer.worker.documents import cutting_of
 from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.lora_layers import adapt
 from asyppo_async.trainer.worker.messages import ActorForward, CriticForward, OptimizerStep
 from asyppo_async.trainer.worker.model import Policy, Scoring, load_policy
 from asyppo_async.trainer.worker.sharding import cut_actor_train, cut_critic_train
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
 from asyppo_async.weights.store import open_store
-from tests.unit.worker.learners import actor_request, critic_request, random_sequences
+from tests.unit.worker.learners import actor_request, critic_request, move_adapters, random_sequences
 from tests.unit.worker.uneven import COUNTS, with_garbage
 from tests.unit.worker.uneven import SIZES as UNEVEN_SIZES
 
@@ -56,6 +58,8 @@ class Journey:
     moments: dict[str, Tensor]
     """First moments after some steps: sums of gradients, so they differ by as much as gradients do."""
     weights: dict[str, Tensor]
+    merged: dict[str, Tensor]
+    """The weights as they leave the trainer: adapters added, by the names of the checkpoint."""
     outputs: Tensor
     """Log-probs or values at the end."""
     last_moments: dict[str, Tensor]
@@ -78,8 +82,13 @@ class Traveller:
             if settings.role == "actor"
             else load_critic(folder, settings.dtype, settings.seed)
         )
+        if isinstance(self.model, Policy):
+            self.adapters = adapt(self.model.module, settings)
+        else:
+            self.adapters = adapt(self.model.root, settings, prefix=BACKBONE)
+        move_adapters(self.model.module)
         cutting = cutting_of(settings, self.model.root)
-        self.backend: Backend = open_backend(self.model, settings, world)
+        self.backend: Backend = open_backend(self.model, settings, world, self.adapters)
         stepper = Stepper(self.backend, world, cutting=cutting, non_finite_budget=99)
         self.learner: Actor | CriticLearner = (
             Actor(self.model, stepper)
@@ -126,6 +135,11 @@ class Traveller:
                 time.sleep(0.01)  # the others run ahead to their next gather
         return weights
 
+    def merged(self) -> dict[str, Tensor]:
+        names = self.adapters.original_names(name for name, _ in self.model.module.named_parameters())
+        tensors = self.adapters.merged(self.backend.full_tensors, names, here=self.world.rank == 0)
+        return {name: tensor.clone() for name, tensor in tensors}
+
     def moments(self) -> dict[str, Tensor]:
         backend = self.backend
         if isinstance(backend, PlainBackend):
@@ -142,11 +156,13 @@ class Traveller:
             from deepspeed.utils import safe_get_full_optimizer_state
 
             for weight in backend._weights.values():
-                if weight not in found:
+                if weight.requires_grad and weight not in found:
                     found[weight] = safe_get_full_optimizer_state(weight, "exp_avg")
         else:
             found |= flat_moments(backend.engine.optimizer, self.world.size)
-        return {name: found[weight].clone() for name, weight in backend._weights.items()}
+        return {
+            name: found[weight].clone() for name, weight in backend._weights.items() if weight.requires_grad
+        }
 
 
 def flat_moments(optimizer: ZeROOptimizer, num_ranks: int) -> dict[nn.Parameter, Tensor]:
@@ -190,7 +206,7 @@ def travel(
     moments = rank.moments()
     rank.backend.forget_moments()
     steps += rank.train([9])
-    weights = rank.weights()
+    weights, merged = rank.weights(), rank.merged()
     if saved_to is not None and settings.role == "actor":
         rank.backend.save(saved_to)
     outputs, last_moments = rank.outputs(), rank.moments()
@@ -208,6 +224,7 @@ def travel(
         applied=outcome.applied,
         moments=moments,
         weights=weights,
+        merged=merged,
         outputs=outputs,
         last_moments=last_moments,
         averages=averages,
@@ -224,7 +241,13 @@ def travel_unevenly(settings: WorkerSettings, world: World) -> dict[str, Tensor]
 
 
 def settings_of(
-    folder: Path, role: WorkerRole, stage: ZeroStage | None, dtype: ComputeDtype, budget: int
+    folder: Path,
+    role: WorkerRole,
+    stage: ZeroStage | None,
+    dtype: ComputeDtype,
+    budget: int,
+    *,
+    lora: bool = False,
 ) -> WorkerSettings:
     """Of a DeepSpeed rank, or without a stage of a plain one."""
     return WorkerSettings(
@@ -243,6 +266,8 @@ def settings_of(
         # Another cutting alone moves bfloat16 gradients by 8 %.
         packing="packed" if stage in (1, 3) and dtype != "bfloat16" else "padded",
         recompute=stage == 3,
+        lora_rank=2 if lora else 0,
+        lora_alpha=6.0,
         num_threads=1,
         non_finite_budget=0,
         seed=1,
@@ -269,10 +294,16 @@ def main(arguments: Sequence[str]) -> None:
     folder, output, dtype = Path(arguments[3]), Path(arguments[4]), cast(ComputeDtype, arguments[5])
     for journey in arguments[6:]:
         role, stage, *kind = journey.split(":")
+        lora = kind == ["lora"]
         settings = settings_of(
-            folder, cast(WorkerRole, role), cast(ZeroStage, int(stage)), dtype, FIRST_BUDGET + 10 * rank
+            folder,
+            cast(WorkerRole, role),
+            cast(ZeroStage, int(stage)),
+            dtype,
+            FIRST_BUDGET + 10 * rank,
+            lora=lora,
         )
-        if kind:
+        if kind and not lora:
             counts = cycle(COUNTS)
             sharding.balance = lambda costs, num_ranks, counts=counts: np.repeat(
                 np.arange(num_ranks), next(counts)
@@ -286,7 +317,7 @@ def main(arguments: Sequence[str]) -> None:
             world,
             output / f"{journey}.state",
             saved_to=output / f"{journey}.model",
-            other=output / f"{role}.state",
+            other=output / f"{role}{':lora' if lora else ''}.state",
         )
         if rank == 0:
             torch.save(asdict(came_to), output / f"{journey}.pt")

@@ -3,11 +3,11 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from asyppo_async.trainer.coordinator.connecting import connect
 from asyppo_async.trainer.coordinator.membership import Fleet, RunIdentity
 from asyppo_async.trainer.coordinator.probing import ProbePlan, plan_probe
 from asyppo_async.trainer.coordinator.server_check import Expected
-from asyppo_async.trainer.worker.backend.protocol import Backend
 from asyppo_async.trainer.worker.messages import ActorForward, ActorForwardResult
-from asyppo_async.trainer.worker.names import CheckpointNames
 from asyppo_async.trainer.worker.sender import Sender as WorkerSender
 from asyppo_async.trainer.worker.session_messages import (
     JoinSession,
@@ -220,24 +218,11 @@ class Sender:
 
     def __post_init__(self) -> None:
         manifest = manifest_of_checkpoint(self.model, self.dtype)
-        self.worker = WorkerSender(
-            cast(Backend, self), cast(CheckpointNames, self), manifest, bucket_bytes=self.bucket_bytes, rank=0
-        )
+        self.worker = WorkerSender(Filled(manifest, self), bucket_bytes=self.bucket_bytes, rank=0)
         self.tensor_of = {spec.name: torch.zeros(spec.shape) for spec in manifest.tensors}
 
     async def manifest(self) -> Manifest:
         return Manifest(tensors=(*self.worker.manifest.tensors, *self.extra))
-
-    def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self.tensor_of[name]) for name in names)
-
-    def parameters(self, names: Sequence[str]) -> Sequence[str]:
-        return names
-
-    def tensors(
-        self, names: Sequence[str], parameters: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        return parameters
 
     async def open_session(
         self, host: str, epoch: int, world_size: int, backend: Literal["gloo", "nccl"], deadline_s: float
@@ -292,3 +277,15 @@ class Sender:
     async def close_session(self) -> None:
         self.seen.append("close")
         self.worker.close()
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What a `Sender` publishes: its tensors as they are."""
+
+    manifest: Manifest
+    sender: Sender
+
+    def tensors(self, *, here: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        assert here
+        return ((spec.name, self.sender.tensor_of[spec.name]) for spec in self.manifest.tensors)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from asyppo_async.config.load import config_from_tree
 from asyppo_async.config.pool import PretrainSection
@@ -184,6 +186,27 @@ def test_pretraining_over_a_pool_learns_on_heldout_prompts_and_leaves_critics_th
         again = LocalCritic(loaded, index).rank.answer(request)
         assert np.array_equal(again.values, critic.rank.answer(request).values)  # type: ignore[union-attr]
     assert len(done.progress.losses) == len(rows)
+
+
+def test_pretraining_when_critics_train_adapters_then_they_learn_over_a_base_that_stays_and_load_as_whole_critics(
+    model: Path, pool_folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(model, tmp_path)  # attention is frozen, so adapters are in the MLPs
+    config = config.model_copy(update={"critic": config.critic.model_copy(update={"lora_rank": 4})})
+    pool = open_pool(pool_folder)
+    config = settings.over_pool(config, open_batches(pool, config).num_steps)
+    batches = open_batches(pool, config)
+    done, critics, final = pretrain(config, batches)
+    assert done.progress.losses[-1] < 0.7 * done.progress.losses[0]
+    base = load_file(model / "model.safetensors")
+    request = CriticForward(sequences=batches.heldout_batch().sequences)
+    trained = config.critic.model_copy(update={"model": final, "lora_rank": 0})
+    for index, critic in enumerate(critics):
+        for name, tensor in load_file(final / f"critic-{index}" / "model.safetensors").items():
+            assert torch.equal(tensor, base[f"model.{name}"]) == (".mlp." not in name), name
+        again = LocalCritic(config.model_copy(update={"critic": trained}), index).rank.answer(request)
+        expected = critic.rank.answer(request).values  # type: ignore[union-attr]
+        np.testing.assert_allclose(again.values, expected, atol=1e-4)  # type: ignore[union-attr]
 
 
 def test_pretraining_never_shows_a_critic_the_other_ones_share_or_a_heldout_prompt(

@@ -16,16 +16,21 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.sections import ActorSection
 from asyppo_async.trainer.worker.actor import Actor
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
-from asyppo_async.trainer.worker.control import ComputeDtype
+from asyppo_async.trainer.worker.control import ComputeDtype, WorkerRole, WorkerSettings
 from asyppo_async.trainer.worker.critic import CriticLearner
-from asyppo_async.trainer.worker.critic_model import Critic, load_critic
+from asyppo_async.trainer.worker.critic_model import BACKBONE, Critic, load_critic
 from asyppo_async.trainer.worker.documents import let_pack
 from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.lora import NO_ADAPTERS, Adapters
+from asyppo_async.trainer.worker.lora_layers import adapt
 from asyppo_async.trainer.worker.messages import ActorTrain, CriticTrain, MiniBatches
 from asyppo_async.trainer.worker.model import Policy, load_policy, recompute_layers, silence_transformers
 from asyppo_async.trainer.worker.packing import Cutting
+from asyppo_async.trainer.worker.specs import GroupTimes, specs_of
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
 from asyppo_async.types import TokenSequences, concatenate_sequences
@@ -111,7 +116,9 @@ def random_sequences(seed: int, num_sequences: int) -> TokenSequences:
 class RecordingBackend(PlainBackend):
     """Keeps the summed gradient of every step, by parameter name."""
 
-    def __init__(self, model: Policy | Critic, world: World, rate: float = 1e-3) -> None:
+    def __init__(
+        self, model: Policy | Critic, world: World, rate: float = 1e-3, adapters: Adapters = NO_ADAPTERS
+    ) -> None:
         super().__init__(
             model.module,
             model.root,
@@ -119,6 +126,7 @@ class RecordingBackend(PlainBackend):
             learning_rate=LearningRate(peak=rate, warmup_steps=0),
             weight_decay=0.0,
             max_grad_norm=1.0,
+            adapters=adapters,
         )
         self.gradients: list[dict[str, Tensor]] = []
 
@@ -137,6 +145,29 @@ class Learner(Generic[T]):
     learner: T
     backend: RecordingBackend
     module: nn.Module
+    adapters: Adapters = NO_ADAPTERS
+
+
+def lora_settings(folder: Path, role: WorkerRole, rank: int, **changes: object) -> WorkerSettings:
+    """Of a rank with adapters; `changes`: further settings of its section."""
+    own: dict[str, object] = {"model": folder, "lora_rank": rank, "lora_alpha": 3.0 * rank, **changes}
+    specs = specs_of(
+        ActorSection.model_validate(own if role == "actor" else {"model": folder}),
+        CriticSection.model_validate({"count": 1, **(own if role == "critic" else {"model": folder})}),
+        seed=4,
+        bucket_bytes=2048,
+        times=GroupTimes(join_timeout_s=1, request_timeout_s=1, silent_after_s=1),
+    )
+    return specs[0 if role == "actor" else 1].settings
+
+
+@torch.no_grad()
+def move_adapters(module: nn.Module, seed: int = 6) -> None:
+    """Away from where they start, at which B is 0 and A has no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in module.named_parameters():
+        if ".lora_B." in name:
+            weight.copy_(0.1 * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
 
 
 def open_actor(
@@ -149,18 +180,21 @@ def open_actor(
     recompute: bool = False,
     packed: bool = False,
     rate: float = 1e-3,
+    lora: int = 0,
 ) -> Learner[Actor]:
     world = world or World.alone()
     policy = load_policy(folder, dtype)
+    adapters = adapt(policy.module, lora_settings(folder, "actor", lora))
+    move_adapters(policy.module)
     if recompute:
         recompute_layers(policy.root)
     if packed:
         let_pack(policy.root)
-    backend = RecordingBackend(policy, world, rate)
+    backend = RecordingBackend(policy, world, rate, adapters)
     cutting = Cutting(budget_tokens=micro_batch_tokens, packed=packed)
     stepper = Stepper(backend, world, cutting=cutting, non_finite_budget=budget)
     actor = Actor(policy, stepper)
-    return Learner(learner=actor, backend=backend, module=policy.module)
+    return Learner(learner=actor, backend=backend, module=policy.module, adapters=adapters)
 
 
 def open_critic(
@@ -172,18 +206,21 @@ def open_critic(
     world: World | None = None,
     recompute: bool = False,
     packed: bool = False,
+    lora: int = 0,
 ) -> Learner[CriticLearner]:
     world = world or World.alone()
     critic = load_critic(folder, dtype, seed=1)
+    adapters = adapt(critic.root, lora_settings(folder, "critic", lora), prefix=BACKBONE)
+    move_adapters(critic.root)
     if recompute:
         recompute_layers(critic.root)
     if packed:
         let_pack(critic.root)
-    backend = RecordingBackend(critic, world)
+    backend = RecordingBackend(critic, world, adapters=adapters)
     cutting = Cutting(budget_tokens=micro_batch_tokens, packed=packed)
     stepper = Stepper(backend, world, cutting=cutting, non_finite_budget=budget)
     learner = CriticLearner(critic, stepper)
-    return Learner(learner=learner, backend=backend, module=critic.module)
+    return Learner(learner=learner, backend=backend, module=critic.module, adapters=adapters)
 
 
 def actor_request(sequences: TokenSequences, sizes: Sequence[int], **changes: object) -> ActorTrain:

@@ -33,6 +33,7 @@ from asyppo_async.trainer.worker.backend.state_files import (
     write_state,
 )
 from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.lora import NO_ADAPTERS, Adapters
 from asyppo_async.trainer.worker.messages import PartNorms
 from asyppo_async.trainer.worker.world import World
 
@@ -61,8 +62,10 @@ class DeepSpeedBackend:
         zero_stage: ZeroStage,
         whole_below: int,
         ema_decay: float = 0.0,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._module = module
+        self._adapters = adapters
         self._world = world
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
@@ -151,7 +154,8 @@ class DeepSpeedBackend:
 
     def save(self, folder: Path) -> None:
         tensors = {}
-        for name, tensor in self.full_tensors(list(self._weights)):
+        names = self._adapters.original_names(self._weights)
+        for name, tensor in self._adapters.merged(self.full_tensors, names, here=self._world.rank == 0):
             if self._world.rank == 0:
                 tensors[name] = tensor.cpu().clone()
         if self._world.rank == 0:

@@ -19,6 +19,7 @@ from asyppo_async.trainer.worker.backend.state_files import (
     write_state,
 )
 from asyppo_async.trainer.worker.learning_rate import LearningRate
+from asyppo_async.trainer.worker.lora import NO_ADAPTERS, Adapters
 from asyppo_async.trainer.worker.messages import PartNorms
 from asyppo_async.trainer.worker.world import World
 
@@ -41,8 +42,10 @@ class PlainBackend:
         weight_decay: float,
         max_grad_norm: float,
         ema_decay: float = 0.0,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._module = module
+        self._adapters = adapters
         self._world = world
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
@@ -105,8 +108,13 @@ class PlainBackend:
             yield name, weights[name].detach()
 
     def save(self, folder: Path) -> None:
-        if self._world.rank == 0:
-            self._module.save_pretrained(folder)  # type: ignore[operator]
+        if self._world.rank != 0:
+            return
+        tensors = None
+        if self._adapters.layers:
+            names = self._adapters.original_names(name for name, _ in self._module.named_parameters())
+            tensors = dict(self._adapters.merged(self.full_tensors, names, here=True))
+        self._module.save_pretrained(folder, state_dict=tensors)  # type: ignore[operator]
 
     def _parts(self, gradient_norms: Tensor) -> PartNorms | None:
         head = self._is_head

@@ -61,18 +61,18 @@ class Backend(Protocol):
         ...
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The full parameters with these names (of `named_parameters`), in this order.
+        """The full parameters with these names (of `named_parameters`), in this order; adapters are parameters, too.
 
         Collective: every rank goes through all of it; what the other ranks than 0 see is not defined.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the model in Hugging Face format from rank 0. Collective."""
+        """Write the model in Hugging Face format from rank 0, adapters added to its weights. Collective."""
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into an existing folder. Every rank is called, and waits for nobody.
+        """Write what trains, optimizer and schedule into an existing folder. Every rank is called; none waits.
 
         Raises:
             CheckpointError: It could not be written here; training may go on.
