@@ -150,7 +150,7 @@ class Learner(Generic[T]):
 
 def lora_settings(folder: Path, role: WorkerRole, rank: int, **changes: object) -> WorkerSettings:
     """Of a rank with adapters; `changes`: further settings of its section."""
-    own: dict[str, object] = {"model": folder, "lora_rank": rank, "lora_alpha": 3.0 * rank, **changes}
+    own: dict[str, object] = {"model": folder, "lora_rank": rank, "lora_alpha": 3.0 * max(rank, 1), **changes}
     specs = specs_of(
         ActorSection.model_validate(own if role == "actor" else {"model": folder}),
         CriticSection.model_validate({"count": 1, **(own if role == "critic" else {"model": folder})}),
