@@ -13,6 +13,12 @@ def actor_rules(config: TrainConfig) -> list[tuple[bool, str]]:
             "already; leave it out",
         ),
         (
+            actor.ema_decay > 0 and actor.lora_rank > 0,
+            f"actor.ema_decay = {actor.ema_decay} averages each trained tensor, and with actor.lora_rank = "
+            f"{actor.lora_rank} that is the factors of the adapters, whose product is no average of weights; leave one "
+            "of them out",
+        ),
+        (
             actor.reference == "ema" and actor.ema_decay == 0,
             "actor.reference = 'ema' is the moving average of the weights, and actor.ema_decay = 0 keeps none; set a "
             "decay (0.99), or reference = 'initial'",

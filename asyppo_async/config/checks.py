@@ -274,8 +274,8 @@ def _sizes(config: TrainConfig) -> Rules:
 def _weights(config: TrainConfig) -> Rules:
     weights = config.weights
     return [
-        *actor_rules(config),
         *lora_rules(config),
+        *actor_rules(config),
         (
             weights.encoding == "delta" and config.actor.dtype != "bfloat16",
             f'weights.encoding = "delta" with actor.dtype = {config.actor.dtype!r}: nearly every float32 weight '

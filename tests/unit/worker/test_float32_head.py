@@ -89,9 +89,10 @@ def test_server_when_only_one_side_has_a_float32_head_then_it_does_not_fit(tiny_
     [
         ("actor.float32_head=true", "changes nothing with actor.dtype = 'float32'"),
         ("actor.reference=ema", "actor.ema_decay = 0 keeps none"),
+        ("actor.ema_decay=0.9 actor.lora_rank=8", "whose product is no average of weights"),
     ],
 )
 def test_settings_of_the_actor_when_they_contradict_each_other_are_refused(override: str, words: str) -> None:
     tree = {"preset": "grpo", "actor": {"model": "a"}, "algorithm": {"kl_coefficient": 0.1}}
     with pytest.raises(ConfigError, match=words):
-        config_from_tree(tree, [override])
+        config_from_tree(tree, override.split())
