@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,13 @@ def fleet(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_when_asked_then_every_setting_is_explained_without_torch() -> None:
-    started_s = time.monotonic()
     run = fleet("serve", "--help")
-    took_s = time.monotonic() - started_s
     assert run.returncode == 0
     for name in ServeConfig.model_fields:
         assert f"--{name.replace('_', '-')}" in run.stdout
         assert ServeConfig.model_fields[name].description, name
     code = "import sys, asyppo_async.fleet.cli; sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-    assert took_s < 3  # under a second on an idle machine
 
 
 @pytest.mark.parametrize(
