@@ -1,11 +1,12 @@
 """Where in ZeRO's flat partitions the elements of each parameter lie that this rank trains."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyppo_async.trainer.worker.backend.average import Average
 from asyppo_async.trainer.worker.backend.fragments import state_of
@@ -25,7 +26,7 @@ def flat_partitions(optimizer: ZeROOptimizer, zero_stage: int) -> list[Tensor]:
 
 def partitioned_fragments(
     optimizer: ZeROOptimizer,
-    weights: Mapping[str, nn.Parameter],
+    weights: Mapping[str, Any],
     average: Average,
     zero_stage: int,
     rank: int,
@@ -54,12 +55,13 @@ def partitioned_fragments(
             )
 
 
-def full_shape(weight: nn.Parameter) -> tuple[int, ...]:
+def full_shape(weight: Any) -> tuple[int, ...]:
+    """Of a parameter, also of one of which this rank has a piece; DeepSpeed adds attributes of its own to it."""
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 def copy_to_weights(
-    files: StateFiles, weights: Mapping[str, nn.Parameter], fragments: Mapping[str, Fragment], zero_stage: int
+    files: StateFiles, weights: Mapping[str, Any], fragments: Mapping[str, Fragment], zero_stage: int
 ) -> None:
     """Give the weights themselves the values of the masters: every rank from the files, so that nobody waits."""
     for name, weight in weights.items():

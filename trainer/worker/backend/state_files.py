@@ -59,7 +59,8 @@ def write_state(
         CheckpointError: it cannot be written.
     """
     path = _file(folder, part)
-    places, tensors = {}, {}
+    places: dict[str, list[object]] = {}
+    tensors: dict[str, Tensor] = {}
     for fragment in fragments:
         places[fragment.name] = [fragment.start, list(fragment.shape)]
         for kind, tensor in fragment.tensors.items():
@@ -140,7 +141,7 @@ class StateFiles:
                 raise CheckpointError(
                     f"{self._folder} has {name} of shape {list(self._shapes[name])}, and this model of {list(shape)}"
                 )
-            for kind in self.kinds:
+            for kind in sorted(self.kinds):
                 self._check_whole(f"{kind}.{name}", torch.Size(shape).numel())
 
     def read(self, kind: str, name: str, start: int, into: Tensor) -> None:
