@@ -9,8 +9,8 @@ STUDIES = {
     "lambda": Study(arms=lambda_arms(), num_steps=80),
     "daps": Study(arms=daps_arms(), num_steps=80),
     "best_of": Study(arms=(), num_steps=0),
-    "pretraining": Study(arms=pretraining_arms(), num_steps=80, least_seeds=4),
-    "coverage": Study(arms=(), num_steps=0, least_seeds=4),
-    "single": Study(arms=single_arms(), num_steps=160, least_seeds=4),
-    "orthogonal": Study(arms=orthogonal_arms(), num_steps=100, least_seeds=4),
+    "pretraining": Study(arms=pretraining_arms(), num_steps=80),
+    "coverage": Study(arms=(), num_steps=0),
+    "single": Study(arms=single_arms(), num_steps=160),
+    "orthogonal": Study(arms=orthogonal_arms(), num_steps=100),
 }
