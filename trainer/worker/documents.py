@@ -2,7 +2,7 @@
 
 transformers would recognise packed documents from position ids that restart, and mask a [T, T] matrix, but only without
 a cache and without an attention mask; else it drops them without a word, and they read each other. Here their lengths
-are handed to the attention itself, and each document is one causal attention.
+are handed to the attention itself: one kernel for all of them where there is one, else a causal attention for each.
 
 Legend: `T` tokens of a micro-batch, `A` attention heads, `D` dimension of one.
 """
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.worker import varlen
 from asyppo_async.trainer.worker.control import WorkerSettings
 from asyppo_async.trainer.worker.model import hidden_states
 from asyppo_async.trainer.worker.packing import Cutting
@@ -25,6 +26,7 @@ from asyppo_async.trainer.worker.packing import Cutting
 logger = logging.getLogger(__name__)
 
 _NAME = "asyppo_documents"
+_IN_ONE = "asyppo_documents_in_one"
 _PROBE_LENGTHS = (5, 3)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of the largest hidden state; a leak moves them by their own size."""
@@ -52,6 +54,24 @@ def document_attention(
         strict=True,
     )
     return torch.cat([attend(module, *document, None, **settings)[0] for document in documents], 1), None
+
+
+def attention_in_one(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    document_lengths: Sequence[int] = (),
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """As `document_attention`, all documents in one kernel."""
+    if not document_lengths or not varlen.takes(query) or settings.get("dropout"):
+        settings["document_lengths"] = document_lengths
+        return document_attention(module, query, key, value, attention_mask, **settings)
+    scale = settings.get("scaling")
+    return varlen.attend(query, key, value, tuple(document_lengths), scale=scale), None
 
 
 def cutting_of(settings: WorkerSettings, *roots: nn.Module) -> Cutting:
@@ -89,14 +109,33 @@ def let_pack(root: nn.Module) -> None:
         )
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, document_attention)
-    model.set_attn_implementation(_NAME)
-    gap = _gap(_backbone(model))
+    AttentionInterface.register(_IN_ONE, attention_in_one)
+    gap = _in_one_kernel(model)
+    if gap is None:
+        model.set_attn_implementation(_NAME)
+        gap = _gap(_backbone(model))
     if not gap < _TOLERANCE[next(model.parameters()).dtype]:
         model.set_attn_implementation(before)
         raise ConfigError(
             f"{type(model).__name__} cannot be packed: hidden states of two packed documents differ from those of "
             f"each alone by {gap:.2g} of the largest"
         )
+
+
+def _in_one_kernel(model: PreTrainedModel) -> float | None:
+    """The gap, if the weights are of a kind that a kernel over all documents takes on this device, else None."""
+    weight = next(model.parameters())
+    if weight.device.type != "cuda" or weight.dtype not in (torch.bfloat16, torch.float16):
+        logger.info("packed responses: one attention for each, on %s in %s", weight.device.type, weight.dtype)
+        return None
+    model.set_attn_implementation(_IN_ONE)
+    try:
+        gap = _gap(_backbone(model))
+    except RuntimeError as error:  # an older GPU than flash attention knows
+        logger.info("packed responses: one attention for each, the kernel for all says %s", error)
+        return None
+    logger.info("packed responses: all in one variable-length kernel (flash attention)")
+    return gap
 
 
 def _attends_to_everything(model: PreTrainedModel) -> bool:
