@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.worker.surroundings import lines_about
 from asyppo_async.trainer.worker.wire import read_token
 
 
@@ -38,6 +39,8 @@ def join_run(
         command += ["--critic", str(critic)]
     if host is not None:
         command += ["--host", host]
+    for line in lines_about(address, num_ranks):
+        print(f"asyppo-train worker: {line}", file=sys.stderr, flush=True)
     ranks = [subprocess.Popen(command) for _ in range(num_ranks)]
     try:
         return _first_failure(ranks)

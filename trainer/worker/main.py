@@ -17,6 +17,7 @@ from asyppo_async.logs import set_up_logging
 from asyppo_async.trainer.worker.control import Hello
 from asyppo_async.trainer.worker.model import silence_transformers
 from asyppo_async.trainer.worker.serve import serve
+from asyppo_async.trainer.worker.surroundings import lines_about
 from asyppo_async.trainer.worker.wire import ABANDONED_AFTER_S, read_token
 from asyppo_async.weights.store import address_towards
 
@@ -33,10 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.parent_pid:
             end_with_parent(options.parent_pid)
         silence_transformers()
+        hello = _hello(options)
+        if hello.name:  # of others, `asyppo-train worker` has said it for all of its ranks
+            for line in lines_about(hello.host, 1):
+                logger.info("%s", line)
         serve(
             options.connect,
             read_token(options.token_file),
-            _hello(options),
+            hello,
             abandoned_after_s=options.abandoned_after_s,
         )
     except AsyppoError as error:

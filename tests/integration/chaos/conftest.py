@@ -74,7 +74,9 @@ class ChaosRunner(Runner):
 class ScriptedServer:
     """One server process at a port that stays the same when it is started again."""
 
-    def __init__(self, models: Path, folder: Path, delta_s: float) -> None:
+    def __init__(self, models: Path, folder: Path, delta_s: float, within: tuple[str, ...] = ()) -> None:
+        """`within`: a command that the server's own is handed to."""
+        self._within = within
         self._models = models
         self._folder = folder
         self._delta_s = delta_s
@@ -99,7 +101,7 @@ class ScriptedServer:
         self._folder.mkdir(exist_ok=True)
         ready = self._folder / "ready.json"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tests.integration.chaos.scripted_server"]
+        command = [*self._within, sys.executable, "-m", "tests.integration.chaos.scripted_server"]
         command += [str(self._models / "actor"), str(ready), str(self.port), str(self._delta_s)]
         with (self._folder / "server.log").open("ab") as log:
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
