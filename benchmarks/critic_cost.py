@@ -199,12 +199,12 @@ def name_of(rank: psutil.Process) -> str:
     return words[words.index("--name") + 1]
 
 
-def write_models(folder: Path, width: int, layers: int) -> Path:
-    """`actor`; `critic`: half as wide and half as deep; `next-to-nothing`."""
+def write_models(folder: Path, width: int, layers: int, critic: tuple[int, int] | None = None) -> Path:
+    """`actor`; `critic` of this width and depth, or half as wide and half as deep; `next-to-nothing`."""
     torch.manual_seed(0)
     for name, (hidden, depth) in {
         "actor": (width, layers),
-        "critic": (width // 2, layers // 2),
+        "critic": critic or (width // 2, layers // 2),
         "next-to-nothing": (HEAD_DIM, 1),
     }.items():
         config = Qwen3Config(

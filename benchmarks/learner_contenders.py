@@ -1,11 +1,11 @@
-"""The contenders of `benchmarks/learner.py`, each one training step on given completions in a process of its own."""
+"""One training step on given completions, ours or a peer's, measured; the contenders of `benchmarks/learner.py`."""
 
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.sections import ActorSection
 from asyppo_async.trainer.worker.memory import forget_peak, peak_bytes
-from asyppo_async.trainer.worker.messages import ActorTrain, MiniBatches
+from asyppo_async.trainer.worker.messages import ActorTrain, MiniBatches, TrainResult
 from asyppo_async.trainer.worker.model import silence_transformers
 from asyppo_async.trainer.worker.rank import ActorRank
 from asyppo_async.trainer.worker.specs import GroupTimes, specs_of
@@ -68,6 +68,8 @@ class Measured:
     seconds: float
     extra_bytes: int
     """Peak above what the process held before the first step and the model's state."""
+    activation_bytes: int = 0
+    """Kept by the first micro-batch for its backward; 0: not counted."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -107,18 +109,36 @@ class Meter:
         )
 
 
-def ours(plan: Plan, *, recompute: bool) -> Measured:
-    """A rank of the actor as a run makes it, without the connection."""
+def ours(
+    plan: Plan, *, recompute: bool, micro_batch_tokens: int = _OUR_TOKENS, whole_head: bool = False
+) -> Measured:
+    """A rank of the actor as a run makes it, without the connection.
+
+    `whole_head` has the logits of a micro-batch in one piece, which no run does: to see what the chunks are good for.
+    """
     silence_transformers()
     section = ActorSection(
-        model=Path(plan.model), recompute=recompute, micro_batch_tokens=_OUR_TOKENS, learning_rate=1e-6
+        model=Path(plan.model), recompute=recompute, micro_batch_tokens=micro_batch_tokens, learning_rate=1e-6
     )
     times = GroupTimes(join_timeout_s=1, request_timeout_s=1, silent_after_s=1)
     (spec,) = specs_of(section, CriticSection(count=0), seed=0, bucket_bytes=2**20, times=times)
     rank = ActorRank(spec.settings, World.alone(), "cpu")
-    sequences = plan.sequences(rank.loaded.vocab_size)
+    if whole_head:
+        rank._actor._chunk_tokens = sys.maxsize
+    request = train_request(plan, rank.loaded.vocab_size)
+    meter = Meter(plan, rank.loaded.num_parameters)
+    for _ in range(_STEPS):
+        meter.start()
+        result = rank.answer(request)
+    assert isinstance(result, TrainResult)
+    return replace(meter.stop(), activation_bytes=result.activation_bytes)
+
+
+def train_request(plan: Plan, vocab_size: int) -> ActorTrain:
+    """All responses in one optimizer step."""
+    sequences = plan.sequences(vocab_size)
     per_token = np.repeat(plan.advantages(), plan.lengths)
-    request = ActorTrain(
+    return ActorTrain(
         sequences=sequences,
         proximal_logprobs=np.full(len(per_token), -1.0, dtype=np.float32),
         advantages=per_token,
@@ -134,11 +154,6 @@ def ours(plan: Plan, *, recompute: bool) -> Measured:
         clip_high=0.2,
         entropy_coefficient=0.0,
     )
-    meter = Meter(plan, rank.loaded.num_parameters)
-    for _ in range(_STEPS):
-        meter.start()
-        rank.answer(request)
-    return meter.stop()
 
 
 def peer(plan: Plan, *, recompute: bool) -> Measured:
