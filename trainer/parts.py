@@ -171,6 +171,7 @@ async def open_run_groups(
         on_line=on_line,
         training_steps=config.run.num_steps,
         publish=config.weights.lora,
+        placement=config.placement,
     ) as (actor, critics):
         if checkpoint is not None:
             await all_parties(

@@ -1,11 +1,10 @@
 """Combinations of settings that contradict each other, each refused with its reason before anything starts."""
 
 from asyppo_async.config.actor_checks import actor_rules
+from asyppo_async.config.learner_checks import Rules, moving, offloading, placing, sizes
 from asyppo_async.config.lora_checks import lora_rules
 from asyppo_async.config.sections import TrainConfig
 from asyppo_async.errors import ConfigError
-
-Rules = list[tuple[bool, str]]
 
 FROM_CRITICS = ("gae", "evpo")
 FROM_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
@@ -20,7 +19,19 @@ WEIGHTING = ("icepop", "tis", "clamp", "importance")
 
 def check_config(config: TrainConfig, source: str) -> None:
     """Raise `ConfigError` for the first contradiction between settings of different keys."""
-    for rules in (_sampling, _critics, _critics_data, _advantages, _losses, _selection, _sizes, _weights):
+    for rules in (
+        _sampling,
+        _critics,
+        _critics_data,
+        _advantages,
+        _losses,
+        _selection,
+        sizes,
+        _weights,
+        offloading,
+        placing,
+        moving,
+    ):
         for wrong, reason in rules(config):
             if wrong:
                 raise ConfigError(f"{source}: {reason}")
@@ -251,22 +262,6 @@ def _selection(config: TrainConfig) -> Rules:
             selection.spo_factor_min > selection.spo_factor_max,
             f"selection.spo_factor_min = {selection.spo_factor_min} exceeds spo_factor_max = "
             f"{selection.spo_factor_max}",
-        ),
-    ]
-
-
-def _sizes(config: TrainConfig) -> Rules:
-    critic, num_responses = config.critic, config.batch.prompts * config.batch.group_size
-    of_each_critic = num_responses if critic.data == "shared" else num_responses // max(1, critic.count)
-    return [
-        (
-            config.actor.mini_batches > num_responses,
-            f"actor.mini_batches = {config.actor.mini_batches} exceeds the {num_responses} responses of a batch",
-        ),
-        (
-            critic.count > 0 and critic.mini_batches > max(1, of_each_critic),
-            f"critic.mini_batches = {critic.mini_batches} exceeds the {of_each_critic} responses that each critic gets "
-            "of a batch",
         ),
     ]
 

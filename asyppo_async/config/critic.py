@@ -1,7 +1,7 @@
 """The critics' section: how many there are, what each starts from, and what it learns."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,8 @@ class OneCritic(Section):
     """Of its adapters."""
     lora_targets: tuple[str, ...] | None = None
     """Its linear layers that get one."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """GPUs of its ranks."""
 
 
 class CriticSection(LearnerSection):

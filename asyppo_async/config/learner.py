@@ -1,6 +1,6 @@
 """What the actor's and the critics' sections have in common: how a model is held, cut and trained."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,18 @@ ZeroStage = Literal[1, 2, 3]
 Packing = Literal["padded", "packed", "auto"]
 RateCurve = Literal["cosine", "linear"]
 PublishedLora = Literal["merged", "adapter"]
+OffloadDevice = Literal["none", "cpu"]
+
+
+class OffloadSection(Section):
+    """What DeepSpeed keeps off the device for the whole run: memory of the device against time."""
+
+    optimizer: OffloadDevice = "none"
+    """Where masters and Adam's moments are, and where the optimizer steps; cpu is host memory."""
+    weights: OffloadDevice = "none"
+    """Where partitioned weights wait until a layer needs them; needs zero_stage 3."""
+    pin_memory: bool = True
+    """Lock what is in host memory there: copies are faster, and the machine cannot page it out."""
 
 
 class LearnerSection(Section):
@@ -23,10 +35,14 @@ class LearnerSection(Section):
     """What DeepSpeed partitions over the ranks: 1 the optimizer's state, 2 gradients as well, 3 weights as well."""
     zero_whole_below: int = Field(default=100_000, ge=0)
     """Stage 3 leaves tensors of fewer elements whole on every rank, since gathering them costs more than it saves."""
+    offload: OffloadSection = OffloadSection()
+    """What DeepSpeed keeps in host memory."""
     num_ranks: int = Field(default=1, ge=1)
     """Ranks of the group (of each critic's), on all machines."""
     local_ranks: int | None = Field(default=None, ge=0)
     """How many of them this machine starts; the others join by `asyppo-train worker`. None: all."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Indices of the GPUs that the ranks on each machine use, in turn. Empty: those that come next."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """The highest of the schedule."""
     learning_rate_warmup_steps: int = Field(default=0, ge=0)

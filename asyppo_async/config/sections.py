@@ -11,6 +11,7 @@ from asyppo_async.config.checkpoint import CheckpointSection
 from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.failures import FailuresSection
 from asyppo_async.config.learner import LearnerSection, PublishedLora
+from asyppo_async.config.placement import PlacementSection
 from asyppo_async.config.pool import PoolSection, PretrainSection
 from asyppo_async.config.selection import SelectionSection
 from asyppo_async.config.task import TaskSection
@@ -245,6 +246,7 @@ class TrainConfig(Section):
     run: RunSection = RunSection()
     actor: ActorSection
     critic: CriticSection = CriticSection()
+    placement: PlacementSection = PlacementSection()
     task: TaskSection = TaskSection()
     sampling: SamplingSection = SamplingSection()
     batch: BatchSection = BatchSection()

@@ -228,10 +228,14 @@ class Publisher:
 
     async def _stage(self, version: int, *, complete: bool) -> SendResult:
         """What the way sends, to all servers."""
-        with phase("stage", version), self._pace.timed("stage"):
-            sent, staged = await self._session.deliver(
-                version, self._pace.deadline_s("stage"), complete=complete
-            )
+        with phase("stage", version):
+            async with (
+                self._sender.on_device()
+            ):  # the servers' time runs from here, a wait for a turn does not count
+                with self._pace.timed("stage"):
+                    sent, staged = await self._session.deliver(
+                        version, self._pace.deadline_s("stage"), complete=complete
+                    )
             if self._settings.way != "direct":  # its workers compare at the commit
                 for member, report in zip(self._session.members, staged, strict=True):
                     self._check_bytes(member, sent, report)

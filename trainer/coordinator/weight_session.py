@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from itertools import accumulate
 from typing import Literal, Protocol
 
@@ -37,6 +37,10 @@ class WeightSender(Protocol):
 
     async def join_session(self, *, epoch: int, deadline_s: float) -> None:
         """Returns when all ranks of the session have met."""
+        ...
+
+    def on_device(self) -> AbstractAsyncContextManager[None]:
+        """Within, what is asked waits for no other group."""
         ...
 
     async def send_weights(

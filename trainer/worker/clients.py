@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -131,6 +132,10 @@ class ActorGroup:
             WeightSyncError: not all arrived in time.
         """
         await self._ranks.ask([JoinSession(epoch=epoch, deadline_s=deadline_s)], deadline_s + _REPLY_MARGIN_S)
+
+    def on_device(self) -> AbstractAsyncContextManager[None]:
+        """Within, this group has its device to itself: what is asked of it waits for no other group."""
+        return self._ranks.on_device()
 
     async def send_weights(
         self,

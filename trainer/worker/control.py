@@ -4,13 +4,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyppo_async.config.critic import CriticPartName
-from asyppo_async.config.learner import Packing, PublishedLora, TrainingBackend, ZeroStage
+from asyppo_async.config.learner import OffloadDevice, Packing, PublishedLora, TrainingBackend, ZeroStage
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.session_messages import SessionStore
 from asyppo_async.weights.manifest import Manifest
 
 WorkerRole = Literal["actor", "critic"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What DeepSpeed keeps off the device; `config.learner.OffloadSection` explains each."""
+
+    optimizer: OffloadDevice = "none"
+    weights: OffloadDevice = "none"
+    pin_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,8 @@ class WorkerSettings:
     """Parts of a critic's backbone that do not train."""
     head_std: float = 0.0
     """Of a critic's fresh value head; 0: 1 / (H + 1)."""
+    offload: Offload = Offload()
+    """Of DeepSpeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +105,8 @@ class Assignment:
     world_size: int
     critic: int | None
     settings: WorkerSettings
+    device: str
+    """One of those that the rank has named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +123,22 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What one rank needs of its device."""
+
+    device: str
+    """Names it among all machines of a run."""
+    on_host: bool
+    """The device is a CPU."""
+    free_bytes: int | None
+    """Before the model was loaded; None: unknown."""
+    weight_bytes: int
+    """Of everything that is loaded, frozen models included."""
+    state_bytes: int
+    """Of gradients, masters and moments, which come with the first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     vocab_size: int
     """Rows of the embedding."""
@@ -118,6 +147,7 @@ class Loaded:
     num_parameters: int
     manifest: Manifest | None
     """Of the actor; None for a critic, whose weights go nowhere."""
+    footprint: Footprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +195,18 @@ class RestoreState:
     folder: str
     average: bool = False
     """With the moving average in the place of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveToHost:
+    """Make room on the device for another group: masters and moments move to host memory, and weights if asked."""
+
+    weights: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveToDevice:
+    """Take back what `MoveToHost` moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

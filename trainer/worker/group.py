@@ -9,22 +9,27 @@ from pathlib import Path
 from asyppo_async.concurrency import beside, together
 from asyppo_async.config.critic import CriticSection
 from asyppo_async.config.learner import PublishedLora
+from asyppo_async.config.placement import PlacementSection
 from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError, WorkerError
 from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.codec import expect
 from asyppo_async.trainer.worker.control import Assigned, Assignment, Load, Loaded
+from asyppo_async.trainer.worker.devices import GroupPlaces, assign_devices, check_shared
 from asyppo_async.trainer.worker.hub import Hub, open_hub
 from asyppo_async.trainer.worker.processes import WorkerCommand, WorkerProcess, started_workers
 from asyppo_async.trainer.worker.ranks import Ranks
 from asyppo_async.trainer.worker.rendezvous import gather_workers, refuse_latecomers
 from asyppo_async.trainer.worker.specs import GroupSpec, GroupTimes, specs_of
+from asyppo_async.trainer.worker.turns import Turns
 from asyppo_async.trainer.worker.wire import SHUTDOWN_GRACE_S, read_token
 
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = SHUTDOWN_GRACE_S + 2
 _SETTLE_S = 0.2
+SPLIT = PlacementSection()
+"""Groups that share nothing."""
 _TOKEN_FILE = "worker.token"
 
 
@@ -41,6 +46,7 @@ async def open_groups(
     on_line: Callable[[str], None] = logger.info,
     training_steps: int = 0,
     publish: PublishedLora = "merged",
+    placement: PlacementSection = SPLIT,
 ) -> AsyncIterator[tuple[ActorGroup, tuple[CriticGroup, ...]]]:
     """Start the worker groups of a run on this machine, and end them with the body.
 
@@ -55,9 +61,11 @@ async def open_groups(
         on_line: told, where ranks of other machines are wanted, what to type there.
         training_steps: of the run, over which a learning rate comes down that names no steps of its own.
         publish: of an actor with adapters, all its weights or the adapters alone.
+        placement: whether groups share devices.
 
     Raises:
-        ConfigError: no such model, a critic with another vocabulary, or an address that cannot be bound.
+        ConfigError: no such model, a critic with another vocabulary, an address that cannot be bound, no such device,
+            or models that do not fit on one together.
         WorkerError: a worker is missing, or died.
     """
     specs = specs_of(
@@ -69,7 +77,9 @@ async def open_groups(
         training_steps=training_steps,
         publish=publish,
     )
-    async with open_worker_groups(specs, folder=folder, times=times, bind=bind, on_line=on_line) as groups:
+    async with open_worker_groups(
+        specs, folder=folder, times=times, bind=bind, on_line=on_line, placement=placement
+    ) as groups:
         yield groups
 
 
@@ -81,9 +91,12 @@ async def open_worker_groups(
     times: GroupTimes,
     bind: str,
     on_line: Callable[[str], None] = logger.info,
+    placement: PlacementSection = SPLIT,
 ) -> AsyncIterator[tuple[ActorGroup, tuple[CriticGroup, ...]]]:
     """As `open_groups`, group by group: the actor's spec first."""
-    async with _loaded_groups(specs, folder=folder, times=times, bind=bind, on_line=on_line) as loaded:
+    async with _loaded_groups(
+        specs, folder=folder, times=times, bind=bind, on_line=on_line, placement=placement
+    ) as loaded:
         (actor_ranks, actor_loaded), *critics = loaded
         for spec, (_, critic) in zip(specs[1:], critics, strict=True):
             _check_vocabulary(specs[0], actor_loaded, spec, critic)
@@ -100,6 +113,7 @@ async def _loaded_groups(
     times: GroupTimes,
     bind: str,
     on_line: Callable[[str], None],
+    placement: PlacementSection,
 ) -> AsyncIterator[list[tuple[Ranks, Loaded]]]:
     """The ranks of each group with their models loaded, until the body ends."""
     logs = folder / "workers"
@@ -116,7 +130,7 @@ async def _loaded_groups(
         for line in _invitations(specs, hub.endpoint, token_file):
             on_line(line)
         try:
-            groups = await _set_up(hub, specs, times)
+            groups = await _set_up(hub, specs, times, placement)
             async with beside(refuse_latecomers(hub)):
                 yield groups
         finally:
@@ -136,7 +150,9 @@ async def open_critic_groups(
 ) -> AsyncIterator[tuple[CriticGroup, ...]]:
     """As `open_groups`, without an actor: for value pretraining over a pool."""
     specs = specs_of(actor, critic, seed=seed, bucket_bytes=1024, times=times)[1:]
-    async with _loaded_groups(specs, folder=folder, times=times, bind=bind, on_line=on_line) as loaded:
+    async with _loaded_groups(
+        specs, folder=folder, times=times, bind=bind, on_line=on_line, placement=SPLIT
+    ) as loaded:
         yield _critic_groups([ranks for ranks, _ in loaded], times)
 
 
@@ -191,25 +207,47 @@ async def _report_loss(hub: Hub, worker: WorkerProcess) -> None:
         await peer.lost(f"{peer.label} {how}", _SETTLE_S)
 
 
-async def _set_up(hub: Hub, specs: Sequence[GroupSpec], times: GroupTimes) -> list[tuple[Ranks, Loaded]]:
+async def _set_up(
+    hub: Hub, specs: Sequence[GroupSpec], times: GroupTimes, placement: PlacementSection
+) -> list[tuple[Ranks, Loaded]]:
     gathered = await gather_workers(hub, [spec.wanted for spec in specs], times.join_timeout_s)
-    all_ranks = [Ranks(spec.wanted.label, peers) for spec, peers in zip(specs, gathered, strict=True)]
+    shares = placement.mode == "colocated"
+    turns = Turns(placement.moves, times.request_timeout_s) if shares else None
+    all_ranks = [Ranks(spec.wanted.label, peers, turns) for spec, peers in zip(specs, gathered, strict=True)]
+    places = [
+        GroupPlaces(label=ranks.label, devices=spec.devices, hellos=ranks.hellos)
+        for spec, ranks in zip(specs, all_ranks, strict=True)
+    ]
+    devices = assign_devices(places, share=shares)
     loaded = await together(
-        *[_load(ranks, spec, times.join_timeout_s) for ranks, spec in zip(all_ranks, specs, strict=True)]
+        *[
+            _load(ranks, spec, of_ranks, times.join_timeout_s)
+            for ranks, spec, of_ranks in zip(all_ranks, specs, devices, strict=True)
+        ]
     )
-    return list(zip(all_ranks, loaded, strict=True))
+    check_shared(
+        {
+            f"{ranks.label} rank {rank}": answer.footprint
+            for ranks, answers in zip(all_ranks, loaded, strict=True)
+            for rank, answer in enumerate(answers)
+        },
+        placement,
+    )
+    return [(ranks, answers[0]) for ranks, answers in zip(all_ranks, loaded, strict=True)]
 
 
-async def _load(ranks: Ranks, spec: GroupSpec, timeout_s: float) -> Loaded:
+async def _load(ranks: Ranks, spec: GroupSpec, devices: Sequence[str], timeout_s: float) -> list[Loaded]:
     """Give every rank its place, make their world, load the model."""
     assignments = [
-        Assignment(rank=rank, world_size=ranks.size, critic=spec.critic, settings=spec.settings)
-        for rank in range(ranks.size)
+        Assignment(
+            rank=rank, world_size=ranks.size, critic=spec.critic, settings=spec.settings, device=device
+        )
+        for rank, device in enumerate(devices)
     ]
     assigned = expect((await ranks.ask(assignments, timeout_s))[0], Assigned)
     assert assigned.store is not None
     replies = await ranks.ask([Load(store=assigned.store)] * ranks.size, timeout_s)
-    return expect(replies[0], Loaded)
+    return [expect(reply, Loaded) for reply in replies]
 
 
 def _check_vocabulary(actor_spec: GroupSpec, actor: Loaded, critic_spec: GroupSpec, critic: Loaded) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from asyppo_async.errors import ConfigError, WorkerError
@@ -14,6 +15,8 @@ from asyppo_async.trainer.worker.codec import Message
 from asyppo_async.trainer.worker.control import (
     Done,
     Loaded,
+    MoveToDevice,
+    MoveToHost,
     RestoreState,
     SaveState,
     SeeFolder,
@@ -23,7 +26,7 @@ from asyppo_async.trainer.worker.critic import CriticLearner
 from asyppo_async.trainer.worker.critic_model import BACKBONE, load_critic
 from asyppo_async.trainer.worker.documents import cutting_of
 from asyppo_async.trainer.worker.experts import Experts
-from asyppo_async.trainer.worker.fit import check_fit, free_bytes
+from asyppo_async.trainer.worker.fit import StateBytes, check_fit, footprint_of, free_bytes
 from asyppo_async.trainer.worker.lora_layers import adapt
 from asyppo_async.trainer.worker.messages import ActorForward, ActorTrain, CriticForward, CriticTrain, Save
 from asyppo_async.trainer.worker.model import load_policy
@@ -66,6 +69,7 @@ class Rank(Protocol):
 class ActorRank:
     def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
         self._folder = Path(settings.model)
+        free = free_bytes(torch.device(device))
         policy = load_policy(self._folder, settings.dtype, float32_head=settings.float32_head)
         policy.module.to(device)
         if settings.routing_replay:
@@ -82,14 +86,21 @@ class ActorRank:
             vocab_size=policy.vocab_size,
             float32_head=settings.float32_head,
         )
-        seeing = [policy.module] if reference is None else [policy.module, reference.module]
+        frozen = None if reference is None else reference.module
+        seeing = [policy.module] if frozen is None else [policy.module, frozen]
         cutting = cutting_of(settings, *seeing)
-        _check_fit(policy.module, settings, world)
+        state = _check_fit(policy.module, settings, world)
+        footprint = footprint_of(device, free, seeing, state)
         self._backend = open_backend(policy, settings, world, adapters)
         stepper = _stepper(self._backend, settings, world, cutting)
         self._moving = reference if settings.moving_reference else None
         self.state = RankState(
-            self._backend, stepper, world, self._move_reference, base_checksum=adapters.base_checksum
+            self._backend,
+            stepper,
+            world,
+            self._move_reference,
+            base_checksum=adapters.base_checksum,
+            beside=frozen,
         )
         self._actor = Actor(policy, stepper, reference=BaseOfAdapters(policy) if own_base else reference)
         self._files = ModelFiles(self._backend, adapters, settings, world)
@@ -106,6 +117,7 @@ class ActorRank:
             tokenizer_fingerprint=_fingerprint(self._folder),
             num_parameters=names.num_parameters,
             manifest=self._sender.manifest,
+            footprint=footprint,
         )
 
     def answer(self, request: Message) -> Message:
@@ -138,6 +150,7 @@ class ActorRank:
 class CriticRank:
     def __init__(self, settings: WorkerSettings, world: World, device: str) -> None:
         self._folder = Path(settings.model)
+        free = free_bytes(torch.device(device))
         critic = load_critic(
             self._folder, settings.dtype, settings.seed, head_std=settings.head_std, frozen=settings.frozen
         )
@@ -145,7 +158,8 @@ class CriticRank:
         adapters = adapt(critic.root, settings, prefix=BACKBONE)
         critic.module.to(device)
         cutting = cutting_of(settings, critic.root)
-        _check_fit(critic.module, settings, world)
+        state = _check_fit(critic.module, settings, world)
+        footprint = footprint_of(device, free, [critic.module], state)
         self._backend = open_backend(critic, settings, world, adapters)
         self._files = ModelFiles(self._backend, adapters, settings, world)
         stepper = _stepper(self._backend, settings, world, cutting)
@@ -156,6 +170,7 @@ class CriticRank:
             tokenizer_fingerprint=_fingerprint(self._folder),
             num_parameters=num_parameters,
             manifest=None,
+            footprint=footprint,
         )
 
     def answer(self, request: Message) -> Message:
@@ -179,6 +194,10 @@ def answer(rank: Rank, request: Message) -> Message:
             rank.state.restore(Path(request.folder), average=request.average)
         case SeeFolder():
             rank.state.see(request)
+        case MoveToHost():
+            rank.state.to_host(weights=request.weights)
+        case MoveToDevice():
+            rank.state.to_device()
         case _:
             return rank.answer(request)
     return Done()
@@ -189,8 +208,9 @@ def open_rank(settings: WorkerSettings, world: World, device: str) -> Rank:
     return (ActorRank if settings.role == "actor" else CriticRank)(settings, world, device)
 
 
-def _check_fit(module: nn.Module, settings: WorkerSettings, world: World) -> None:
-    check_fit(module, settings, world.size, free_bytes(next(module.parameters()).device))
+def _check_fit(module: nn.Module, settings: WorkerSettings, world: World) -> StateBytes:
+    device = next(module.parameters()).device
+    return check_fit(module, settings, world.size, free_bytes(device), free_bytes(torch.device("cpu")))
 
 
 def _stepper(backend: Backend, settings: WorkerSettings, world: World, cutting: Cutting) -> Stepper:

@@ -1,7 +1,10 @@
-"""What a rank keeps for a resume beside its engine's own: random state, and how often a step was not finite."""
+"""What a rank keeps for a resume beside its engine's own: random state, and how often a step was not finite; and how it
+makes room for another group on its device."""
 
 import json
+import logging
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,16 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from asyppo_async.errors import CheckpointError
+from asyppo_async.trainer.worker.away import Away, release_device
 from asyppo_async.trainer.worker.backend.protocol import Backend
 from asyppo_async.trainer.worker.control import SeeFolder
 from asyppo_async.trainer.worker.steps import Stepper
 from asyppo_async.trainer.worker.world import World
+
+logger = logging.getLogger(__name__)
 
 NONCE_FILE = "nonce"
 
@@ -31,6 +38,7 @@ class RankState:
         after_restore: Callable[[], None] = lambda: None,
         *,
         base_checksum: str = "",
+        beside: nn.Module | None = None,
     ) -> None:
         """Args:
         backend: saves what trains.
@@ -38,10 +46,13 @@ class RankState:
         world: of the rank.
         after_restore: for what follows from the weights; every rank calls it.
         base_checksum: of weights that do not train and are not saved; adapters belong to exactly these.
+        beside: a model that does not train, and so has no state to save.
         """
         self._after_restore = after_restore
         self._base_checksum = base_checksum
         self._backend = backend
+        self._beside = beside
+        self._away = Away()
         self._stepper = stepper
         self._rank = world.rank
         self._num_ranks = world.size
@@ -104,6 +115,21 @@ class RankState:
             # Fewer devices may be here than there were.
             if int(name.removeprefix("cuda:")) < torch.cuda.device_count():
                 torch.cuda.set_rng_state(state, name)
+
+    def to_host(self, *, weights: bool) -> None:
+        """Leave the device to another group; the model beside it moves with the weights."""
+        started_s = time.monotonic()
+        self._backend.to_host(weights=weights)
+        if weights and self._beside is not None:
+            self._away.send([*self._beside.parameters(), *self._beside.buffers()])
+        logger.debug("moved to host memory in %.2f s", release_device() - started_s)
+
+    def to_device(self) -> None:
+        """Come back to it."""
+        started_s = time.monotonic()
+        self._backend.to_device()
+        self._away.bring_back()
+        logger.debug("moved to the device in %.2f s", release_device() - started_s)
 
     def see(self, request: SeeFolder) -> None:
         """Prove that this rank sees the coordinator's folder, and that the coordinator sees what it writes there.

@@ -3,15 +3,20 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from asyppo_async.errors import AsyppoError, CheckpointError, TrainingDiverged, WeightSyncError, WorkerError
 from asyppo_async.trainer.worker.codec import Message
-from asyppo_async.trainer.worker.control import Failure
+from asyppo_async.trainer.worker.control import Assignment, Failure, Hello, SeeFolder
 from asyppo_async.trainer.worker.hub import Peer, Pending
+from asyppo_async.trainer.worker.session_messages import CloseSession, JoinSession, OpenSession
+from asyppo_async.trainer.worker.turns import Turns
 
 _SETTLE_S = 1.5
 """After the first failure, how long to collect the others: the cause often comes second (a killed rank is noticed
 after its peers have complained about the broken connection)."""
+_WITHOUT_DEVICE = (Assignment, SeeFolder, OpenSession, JoinSession, CloseSession)
+"""Requests that compute nothing, so they need no turn."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _REPORTED: dict[str, type[AsyppoError]] = {
     kind.__name__: kind for kind in (WeightSyncError, TrainingDiverged, CheckpointError)
@@ -21,8 +26,10 @@ _REPORTED: dict[str, type[AsyppoError]] = {
 class Ranks:
     """Peers in rank order. A group that has failed stays failed."""
 
-    def __init__(self, label: str, peers: Sequence[Peer]) -> None:
+    def __init__(self, label: str, peers: Sequence[Peer], turns: Turns | None = None) -> None:
+        """`turns`: of the groups that share devices; None: each has its own."""
         self._label = label
+        self._turns = turns
         self._peers = tuple(peers)
         self._lock = asyncio.Lock()
         self._failed = asyncio.Event()
@@ -30,6 +37,14 @@ class Ranks:
             peer.join_group(
                 f"{label} rank {rank} (process {peer.hello.pid} on {peer.hello.host})", self._failed
             )
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        return tuple(peer.hello for peer in self._peers)
 
     @property
     def size(self) -> int:
@@ -53,6 +68,22 @@ class Ranks:
             WorkerError: a rank died, was silent, failed or missed the deadline; the group is of no more use.
             WeightSyncError, TrainingDiverged, CheckpointError: as the ranks report them; the group goes on.
         """
+        if isinstance(requests[0], _WITHOUT_DEVICE):
+            return await self._exchange(requests, deadline_s)
+        # The turn first: whoever has it may ask this group to make room, and that must not wait for a request which
+        # itself waits for the turn.
+        async with self.on_device():
+            return await self._exchange(requests, deadline_s)
+
+    def on_device(self) -> AbstractAsyncContextManager[None]:
+        """Within, no other group computes on devices that this one shares; it may be entered again within."""
+        return nullcontext() if self._turns is None else self._turns.take(self)
+
+    async def tell_all(self, request: Message, deadline_s: float) -> None:
+        """Have every rank do what has no result, out of turn; raises as `ask`."""
+        await self._exchange([request] * self.size, deadline_s)
+
+    async def _exchange(self, requests: Sequence[Message], deadline_s: float) -> list[Message]:
         async with self._lock:
             self.raise_if_failed()
             pending = [

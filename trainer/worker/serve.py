@@ -75,7 +75,7 @@ def _take_place(link: Link, hello: Hello) -> Rank | None:
             host=hello.host,
             deadline_s=settings.collective_deadline_s,
         )
-        rank = open_rank(settings, world, hello.devices[assignment.rank % len(hello.devices)])
+        rank = open_rank(settings, world, assignment.device)
     except Exception as error:
         link.reply(request, _failure(error, fatal=True))
         raise

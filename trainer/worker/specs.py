@@ -8,7 +8,7 @@ from asyppo_async.config.learner import PublishedLora
 from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.critic_folder import critic_folder
-from asyppo_async.trainer.worker.control import WorkerSettings
+from asyppo_async.trainer.worker.control import Offload, WorkerSettings
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.rendezvous import WantedGroup
 
@@ -21,6 +21,8 @@ class GroupSpec:
     critic: int | None
     num_ranks: int
     num_local_ranks: int
+    devices: tuple[int, ...] = ()
+    """Indices on each machine; empty: as they come."""
 
     @property
     def wanted(self) -> WantedGroup:
@@ -67,6 +69,7 @@ def specs_of(
             backend=section.backend,
             zero_stage=section.zero_stage,
             zero_whole_below=section.zero_whole_below,
+            offload=_offload_of(section),
             learning_rate=learning_rate_of(section, training_steps),
             weight_decay=section.weight_decay,
             max_grad_norm=section.max_grad_norm,
@@ -88,6 +91,7 @@ def specs_of(
                 critic=None if index < 0 else index,
                 num_ranks=section.num_ranks,
                 num_local_ranks=_local_ranks(section),
+                devices=section.devices,
             )
         )
     return tuple(specs)
@@ -126,6 +130,15 @@ def _of_actor(settings: WorkerSettings, actor: ActorSection, publish: PublishedL
 
 def _of_critic(settings: WorkerSettings, critic: CriticSection) -> WorkerSettings:
     return replace(settings, frozen=critic.frozen, head_std=critic.head_std)
+
+
+def _offload_of(section: ActorSection | CriticSection) -> Offload:
+    offload = section.offload
+    return Offload(
+        optimizer=offload.optimizer,
+        weights=offload.weights,
+        pin_memory=offload.pin_memory,
+    )
 
 
 def _local_ranks(section: ActorSection | CriticSection) -> int:

@@ -169,7 +169,22 @@ def check_state(journey: str, folder: Path, output: Path, got: dict[str, Any], d
 def test_gradients_skips_and_weights_over_two_ranks_are_those_of_the_plain_engine(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    check(tiny_folder, tmp_path, ["actor:3", "critic:3", "actor:2", "critic:1"], num_ranks=2)
+    journeys = ["actor:3", "critic:3", "actor:2", "critic:1", "critic:3:cpu", "actor:2:cpu", "actor:3:all"]
+    weights = check(tiny_folder, tmp_path, journeys, num_ranks=2)
+    for name, tensor in weights["actor:3:all"].items():
+        assert torch.equal(tensor, weights["actor:3"][name]), f"{name} came back with other bits"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", TOLERANCE), ("bfloat16", 0.2)])
+def test_gradients_skips_and_weights_over_two_ranks_are_the_same_when_offloaded_at_every_stage(
+    tiny_folder: Path, tmp_path: Path, dtype: ComputeDtype, tolerance: float
+) -> None:
+    stages = (
+        (1, 2, 3) if dtype == "float32" else (3,)
+    )  # the others sum bfloat16 gradients in bfloat16: refused
+    journeys = [f"{role}:{stage}:cpu" for role in ("actor", "critic") for stage in stages]
+    check(tiny_folder, tmp_path, journeys, num_ranks=2, dtype=dtype, tolerance=tolerance)
 
 
 def test_bfloat16_weights_move_as_in_the_plain_engine_and_the_value_head_stays_float32(
@@ -181,6 +196,31 @@ def test_bfloat16_weights_move_as_in_the_plain_engine_and_the_value_head_stays_f
     )["critic:2"]
     others = {name for name, tensor in weights.items() if tensor.dtype != torch.bfloat16}
     assert others == {"value_head.weight"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "stages", "tolerance"), [("float32", (1, 2, 3), TOLERANCE), ("bfloat16", (2, 3), 0.2)]
+)
+def test_state_that_makes_room_before_each_request_has_the_bits_of_one_that_stays(
+    tiny_folder: Path,
+    tmp_path: Path,
+    num_ranks: int,
+    dtype: ComputeDtype,
+    stages: tuple[int, ...],
+    tolerance: float,
+) -> None:
+    journeys = [
+        f"{role}:{stage}{moves}"
+        for role in ("actor", "critic")
+        for stage in stages
+        for moves in ("", ":optimizer", ":all")
+    ]
+    weights = check(tiny_folder, tmp_path, journeys, num_ranks=num_ranks, dtype=dtype, tolerance=tolerance)
+    for journey, got in weights.items():
+        stayed = weights[":".join(journey.split(":")[:2])]
+        assert all(torch.equal(tensor, stayed[name]) for name, tensor in got.items()), journey
 
 
 @pytest.mark.report("P05")

@@ -1,8 +1,9 @@
 """One rank that trains through DeepSpeed, as a program: what it came to, per role and stage, is what rank 0 writes.
 
 Arguments: rank, number of ranks, port of rank 0's store (0 at rank 0, which prints it), model folder, output folder,
-dtype, and the journeys to make, as `actor:3`, with adapters as `actor:3:lora`, or as
-`actor:3:uneven` those of `travel_unevenly`.
+dtype, and the journeys to make, as `actor:3`, with adapters as `actor:3:lora`, or as `actor:3:uneven` those of
+`travel_unevenly`. With `actor:3:cpu` what can be is offloaded to host memory, with `actor:3:optimizer` and
+`actor:3:all` the rank makes room for another group before each request.
 """
 
 import sys
@@ -19,12 +20,13 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, distributed, nn
 
 from asyppo_async.config.learner import ZeroStage
+from asyppo_async.config.placement import Moves
 from asyppo_async.trainer.worker import sharding
 from asyppo_async.trainer.worker.actor import Actor
 from asyppo_async.trainer.worker.backend.choice import open_backend
 from asyppo_async.trainer.worker.backend.plain import PlainBackend
 from asyppo_async.trainer.worker.backend.protocol import Backend
-from asyppo_async.trainer.worker.control import ComputeDtype, WorkerRole, WorkerSettings
+from asyppo_async.trainer.worker.control import ComputeDtype, Offload, WorkerRole, WorkerSettings
 from asyppo_async.trainer.worker.critic import CriticLearner
 from asyppo_async.trainer.worker.critic_model import BACKBONE, Critic, load_critic
 from asyppo_async.trainer.worker.documents import cutting_of
@@ -73,10 +75,11 @@ class Journey:
 class Traveller:
     """One rank without its process, of either role."""
 
-    def __init__(self, settings: WorkerSettings, world: World) -> None:
+    def __init__(self, settings: WorkerSettings, world: World, moves: Moves = "none") -> None:
         folder = Path(settings.model)
         self.settings = settings
         self.world = world
+        self.moves = moves
         self.model: Policy | Critic = (
             load_policy(folder, settings.dtype)
             if settings.role == "actor"
@@ -99,6 +102,7 @@ class Traveller:
     def train(
         self, sizes: Sequence[int], *, broken: bool = False, garbage: bool = False
     ) -> tuple[OptimizerStep, ...]:
+        self.take_turns()
         nothing = np.full(SEQUENCES.num_response_tokens, np.nan, dtype=np.float32)
         rank, num_ranks = self.world.rank, self.world.size
         if isinstance(self.learner, Actor):
@@ -111,11 +115,18 @@ class Traveller:
 
     def outputs(self) -> Tensor:
         """Of all sequences on every rank, whatever the number of micro-batches of the others."""
+        self.take_turns()
         if isinstance(self.learner, Actor):
             return torch.from_numpy(
                 self.learner.forward(ActorForward(sequences=SEQUENCES, temperature=1.0)).logprobs
             )
         return torch.from_numpy(self.learner.forward(CriticForward(sequences=SEQUENCES)).values)
+
+    def take_turns(self) -> None:
+        """Make room for another group, and come back."""
+        if self.moves != "none":
+            self.backend.to_host(weights=self.moves == "all")
+            self.backend.to_device()
 
     def zero(self) -> Tensor:
         """A loss of exactly 0 that goes through all weights."""
@@ -188,6 +199,7 @@ def travel(
     state: Path,
     saved_to: Path | None = None,
     other: Path | None = None,
+    moves: Moves = "none",
 ) -> Journey:
     """Train; meet a loss, then a gradient that is not finite; train; start the optimizer anew; train; score; save.
 
@@ -197,8 +209,9 @@ def travel(
         state: folder for the training state.
         saved_to: for the model.
         other: folder with the state of another engine.
+        moves: what makes room for another group before each request.
     """
-    rank = Traveller(settings, world)
+    rank = Traveller(settings, world, moves)
     steps = [*rank.train(SIZES), *rank.train([4, 5], broken=True)]
     rank.backend.backward(rank.zero().sqrt())
     outcome = rank.backend.step()
@@ -303,7 +316,7 @@ def main(arguments: Sequence[str]) -> None:
             FIRST_BUDGET + 10 * rank,
             lora=lora,
         )
-        if kind and not lora:
+        if kind == ["uneven"]:
             counts = cycle(COUNTS)
             sharding.balance = lambda costs, num_ranks, counts=counts: np.repeat(
                 np.arange(num_ranks), next(counts)
@@ -312,12 +325,20 @@ def main(arguments: Sequence[str]) -> None:
             if rank == 0:
                 torch.save(moments, output / f"{journey}.pt")
             continue
+        moves: Moves = "none"
+        if kind == ["cpu"]:
+            settings = replace(
+                settings, offload=Offload(optimizer="cpu", weights="cpu" if stage == "3" else "none")
+            )
+        elif kind and not lora:
+            moves = cast(Moves, kind[0])
         came_to = travel(
             settings,
             world,
             output / f"{journey}.state",
             saved_to=output / f"{journey}.model",
             other=output / f"{role}{':lora' if lora else ''}.state",
+            moves=moves,
         )
         if rank == 0:
             torch.save(asdict(came_to), output / f"{journey}.pt")

@@ -77,6 +77,29 @@ def test_config_when_a_key_is_wrong_says_which_and_what_instead(
     ("overrides", "words"),
     [
         (("sampling.top_p=0.9",), "sampling.top_p = 0.9"),
+        (
+            ("placement.mode=colocated", "algorithm.schedule=critic_ahead", "algorithm.lambda_critic=1"),
+            "'colocated' groups compute in turn; use the schedule 'post'",
+        ),
+        (("actor.devices=[0, 1]", "critic.devices=[1]"), "device 1 is in the devices of more than one"),
+        (
+            (
+                "placement.mode=colocated",
+                "actor.backend=deepspeed",
+                "actor.zero_stage=1",
+                "actor.dtype=bfloat16",
+            ),
+            "use zero_stage = 2, or placement.moves = 'none'",
+        ),
+        (("actor.offload.optimizer=cpu",), "actor.offload is DeepSpeed's, and actor.backend is 'plain'"),
+        (
+            ("critic.backend=deepspeed", "critic.offload.weights=cpu"),
+            "which are only with critic.zero_stage = 3, got 2",
+        ),
+        (
+            ("actor.backend=deepspeed", "actor.offload.optimizer=cpu", "actor.dtype=bfloat16"),
+            "sum the gradients of micro-batches in bfloat16",
+        ),
         (("sampling.top_k=50",), "top_k = 50"),
         (("critic.count=1",), "use two critics or set both shares to 0"),
         (("critic.count=4", "batch.group_size=2"), "critic.count = 4 exceeds batch.group_size = 2"),

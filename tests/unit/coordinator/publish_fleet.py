@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -234,6 +234,9 @@ class Sender:
 
     async def join_session(self, epoch: int, deadline_s: float) -> None:
         await asyncio.to_thread(self.worker.join, JoinSession(epoch=epoch, deadline_s=deadline_s))
+
+    def on_device(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def send_weights(
         self,

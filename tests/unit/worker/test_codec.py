@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyppo_async.errors import WorkerError
 from asyppo_async.trainer.worker.codec import FrameBuffer, Message, decode, encode
-from asyppo_async.trainer.worker.control import Heartbeat, Hello, Loaded
+from asyppo_async.trainer.worker.control import Footprint, Heartbeat, Hello, Loaded
 from asyppo_async.trainer.worker.messages import (
     ActorForward,
     CriticTrain,
@@ -89,6 +89,9 @@ def test_arrays_when_encoded_are_views_and_when_decoded_are_read_only() -> None:
             tokenizer_fingerprint="",
             num_parameters=5,
             manifest=Manifest(tensors=(TensorSpec(name="a.weight", shape=(2, 3), dtype="bfloat16"),)),
+            footprint=Footprint(
+                device="cpu of a", on_host=True, free_bytes=None, weight_bytes=1, state_bytes=2
+            ),
         ),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from asyppo_async.config.critic import CriticSection
-from asyppo_async.config.learner import TrainingBackend, ZeroStage
+from asyppo_async.config.learner import OffloadDevice, OffloadSection, TrainingBackend, ZeroStage
 from asyppo_async.config.sections import ActorSection
 from asyppo_async.errors import ConfigError
 from asyppo_async.trainer.worker.control import ComputeDtype, WorkerSettings
@@ -18,8 +18,15 @@ from asyppo_async.trainer.worker.specs import GroupTimes, specs_of
 TIMES = GroupTimes(join_timeout_s=1, request_timeout_s=1, silent_after_s=1)
 
 
-def settings(backend: TrainingBackend, stage: ZeroStage, dtype: ComputeDtype = "float32") -> WorkerSettings:
-    actor = ActorSection(model=Path("a"), backend=backend, zero_stage=stage)
+def settings(
+    backend: TrainingBackend,
+    stage: ZeroStage,
+    dtype: ComputeDtype = "float32",
+    offload: OffloadDevice = "none",
+) -> WorkerSettings:
+    actor = ActorSection(
+        model=Path("a"), backend=backend, zero_stage=stage, offload=OffloadSection(optimizer=offload)
+    )
     (spec,) = specs_of(actor, CriticSection(count=0), seed=0, bucket_bytes=1024, times=TIMES)
     return replace(spec.settings, dtype=dtype)
 
@@ -27,15 +34,25 @@ def settings(backend: TrainingBackend, stage: ZeroStage, dtype: ComputeDtype = "
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
-        (settings("plain", 2), 1200),
-        (settings("plain", 2, "bfloat16"), 1600),
-        (settings("deepspeed", 1), 200 + 400),
-        (settings("deepspeed", 2), 200 + 100),
-        (settings("deepspeed", 3, "bfloat16"), 300 + 100),
+        (settings("plain", 2), (1200, 0)),
+        (settings("plain", 2, "bfloat16"), (1600, 0)),
+        (settings("deepspeed", 1), (200 + 400, 0)),
+        (settings("deepspeed", 2), (200 + 100, 0)),
+        (settings("deepspeed", 3, "bfloat16"), (300 + 100, 0)),
+        (settings("deepspeed", 3, "bfloat16", "cpu"), (0, 200 + 100 + 100)),
     ],
 )
-def test_state_of_a_hundred_parameters_over_four_ranks(of: WorkerSettings, expected: int) -> None:
-    assert state_bytes(100, of, 4) == expected
+def test_state_of_a_hundred_parameters_over_four_ranks(of: WorkerSettings, expected: tuple[int, int]) -> None:
+    state = state_bytes(100, of, 4)
+    assert (state.device, state.host) == expected
+
+
+def test_offloaded_state_when_host_memory_is_short_is_refused_and_the_device_is_not_asked() -> None:
+    module = nn.Linear(1000, 1000)
+    offloaded = settings("deepspeed", 3, offload="cpu")
+    assert check_fit(module, offloaded, 1, 0, 2**24).host == 16 * 1_001_000
+    with pytest.raises(ConfigError, match=r"0\.0 GiB are free in host memory"):
+        check_fit(module, offloaded, 1, 2**30, 2**23)
 
 
 def test_model_when_its_state_is_larger_than_what_is_free_is_refused_with_both_numbers() -> None:

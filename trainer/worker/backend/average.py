@@ -19,24 +19,25 @@ class Average:
         """Starts at the masters, which it keeps looking at."""
         self._decay = decay
         self._masters = list(masters) if decay > 0 else []
-        self._values = [master.detach().clone() for master in self._masters]
+        self.values = [master.detach().clone() for master in self._masters]
+        """One for each master; none where it is off."""
         self._places = {id(master): index for index, master in enumerate(self._masters)}
 
     def update(self) -> None:
         """average = decay * average + (1 - decay) * master."""
-        if self._values:
+        if self.values:
             masters = [master.detach() for master in self._masters]
-            torch._foreach_lerp_(self._values, masters, 1 - self._decay)
+            torch._foreach_lerp_(self.values, masters, 1 - self._decay)
 
     def start_anew(self) -> None:
         """At the masters as they are."""
-        for value, master in zip(self._values, self._masters, strict=True):
+        for value, master in zip(self.values, self._masters, strict=True):
             value.copy_(master.detach())
 
     def of(self, master: Tensor) -> dict[str, Tensor]:
         """As a kind of a training state; empty where it is off."""
         place = self._places.get(id(master))
-        return {} if place is None else {AVERAGE: self._values[place]}
+        return {} if place is None else {AVERAGE: self.values[place]}
 
 
 def whole_averages(

@@ -40,6 +40,7 @@ def open_backend(
         whole_below=settings.zero_whole_below,
         ema_decay=settings.ema_decay,
         adapters=adapters,
+        offload=settings.offload,
     )
     model.run_in(backend.engine)
     return backend

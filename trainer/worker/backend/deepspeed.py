@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from asyppo_async.config.learner import ZeroStage
+from asyppo_async.trainer.worker.away import Away
 from asyppo_async.trainer.worker.backend.average import Average, whole_averages
-from asyppo_async.trainer.worker.backend.deepspeed_engine import open_engine
+from asyppo_async.trainer.worker.backend.deepspeed_engine import forget_gradients, open_engine
+from asyppo_async.trainer.worker.backend.deepspeed_moving import Mover
 from asyppo_async.trainer.worker.backend.deepspeed_state import (
     copy_to_weights,
     flat_partitions,
@@ -32,6 +34,7 @@ from asyppo_async.trainer.worker.backend.state_files import (
     open_state,
     write_state,
 )
+from asyppo_async.trainer.worker.control import Offload
 from asyppo_async.trainer.worker.learning_rate import LearningRate
 from asyppo_async.trainer.worker.lora import NO_ADAPTERS, Adapters
 from asyppo_async.trainer.worker.messages import PartNorms
@@ -61,6 +64,7 @@ class DeepSpeedBackend:
         max_grad_norm: float,
         zero_stage: ZeroStage,
         whole_below: int,
+        offload: Offload,
         ema_decay: float = 0.0,
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
@@ -84,9 +88,11 @@ class DeepSpeedBackend:
         self._whole_optimizer = adamw(self._whole.items(), learning_rate, weight_decay)
         self._optimizer = adamw(self._partitioned.items(), learning_rate, weight_decay)
         self._optimizer.register_step_pre_hook(self._clip)
-        self.engine = open_engine(root, self._optimizer, world, zero_stage, whole_below)
+        self.engine = open_engine(root, self._optimizer, world, zero_stage, whole_below, offload)
         """Runs the forward of `root`."""
         self._average = Average([*self._masters(), *self._whole.values()], ema_decay)
+        self._mover = Mover(self.engine, zero_stage, offload)
+        self._away = Away()
 
     @property
     def device(self) -> torch.device:
@@ -131,14 +137,7 @@ class DeepSpeedBackend:
 
     def discard(self) -> None:
         self._whole_optimizer.zero_grad()
-        partitioned = self.engine.optimizer
-        partitioned.zero_grad()
-        # What DeepSpeed itself does when it skips a step; it has no public way to forget accumulated gradients.
-        if self._zero_stage == 3:
-            partitioned.averaged_gradients = {}
-        elif hasattr(partitioned, "all_grad_tensors"):
-            for index in range(len(partitioned.bit16_groups)):
-                partitioned.averaged_gradients[index] = partitioned.all_grad_tensors[index] = None
+        forget_gradients(self.engine, self._zero_stage)
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         for piece in self._pieces(names):
@@ -205,6 +204,18 @@ class DeepSpeedBackend:
         everything = self._partitioned | self._whole
         shapes = [(name, full_shape(weight)) for name, weight in everything.items()]
         return whole_averages(list(self._fragments(whole=self._world.rank == 0)), shapes, self._world)
+
+    def to_host(self, *, weights: bool) -> None:
+        self._mover.to_host(weights=weights)
+        states = self._whole_optimizer.state.values()
+        moments = [value for state in states for value in state.values()]
+        self._away.send([*moments, *self._average.values])
+        if weights:
+            self._away.send([*self._whole.values(), *self._module.buffers()])
+
+    def to_device(self) -> None:
+        self._mover.to_device()
+        self._away.bring_back()
 
     def _whole_gradients(self) -> list[Tensor]:
         """Of the parameters outside the engine, over all ranks."""

@@ -1,14 +1,16 @@
-"""DeepSpeed's engine as this project uses it: the caller accumulates, clips and knows the schedule."""
+"""DeepSpeed's engine as a rank uses it: its settings, what it keeps off the device, and how it forgets gradients."""
 
 import logging
 import os
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import nn
 
 from asyppo_async.config.learner import ZeroStage
 from asyppo_async.errors import ConfigError
+from asyppo_async.trainer.worker.control import Offload
 from asyppo_async.trainer.worker.world import World
 
 _BUCKET_ELEMENTS = 50_000_000
@@ -16,19 +18,17 @@ _BUCKET_ELEMENTS = 50_000_000
 
 
 def open_engine(
-    root: nn.Module, optimizer: torch.optim.Optimizer, world: World, zero_stage: ZeroStage, whole_below: int
+    root: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    zero_stage: ZeroStage,
+    whole_below: int,
+    offload: Offload,
 ) -> deepspeed.DeepSpeedEngine:
-    """Have `root` partitioned over the world.
-
-    Args:
-        root: what the engine runs.
-        optimizer: over the trained parameters of it.
-        world: all its ranks.
-        zero_stage: 1, 2 or 3.
-        whole_below: stage 3 leaves tensors of fewer elements whole.
+    """`root` partitioned over the world, stepped by `optimizer`.
 
     Raises:
-        ConfigError: DeepSpeed does not train this type.
+        ConfigError: DeepSpeed does not train weights of this type.
     """
     dtype = next(root.parameters()).dtype
     if dtype not in (torch.float32, torch.bfloat16):
@@ -52,6 +52,9 @@ def open_engine(
             "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
             "gradient_clipping": 0.0,
             "steps_per_print": None,
+            # Its own Adam for host memory is compiled at the first start; torch's fused one steps there as well, and
+            # with the same optimizer everywhere an offloaded step is the step that it would have been.
+            "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": zero_stage,
                 "overlap_comm": False,
@@ -59,7 +62,37 @@ def open_engine(
                 "allgather_bucket_size": 2 * bucket,
                 "stage3_prefetch_bucket_size": bucket,
                 "stage3_param_persistence_threshold": whole_below,
+                **_offloading(offload),
             },
         },
     )
     return engine
+
+
+def _offloading(offload: Offload) -> dict[str, dict[str, str | bool]]:
+    """DeepSpeed's own sections; what is not offloaded has none."""
+    devices = {"offload_optimizer": offload.optimizer, "offload_param": offload.weights}
+    return {
+        name: {"device": device, "pin_memory": offload.pin_memory}
+        for name, device in devices.items()
+        if device != "none"
+    }
+
+
+def forget_gradients(engine: deepspeed.DeepSpeedEngine, zero_stage: ZeroStage) -> None:
+    """What DeepSpeed itself does when it skips a step; it has no public way to forget accumulated gradients."""
+    partitioned = engine.optimizer
+    partitioned.zero_grad()
+    if getattr(partitioned, "cpu_offload", False) or getattr(partitioned, "offload_optimizer", False):
+        # What host memory holds is overwritten by the first backward of a step, and this is how it knows that it is.
+        partitioned.reset_cpu_buffers()
+        if zero_stage == 3:
+            partitioned._offload_boundary_param_ids = set()
+        else:
+            partitioned.micro_step_id = INITIAL_MICRO_STEP_ID
+            partitioned._offload_accumulated_param_ids = set()
+    elif zero_stage == 3:
+        partitioned.averaged_gradients = {}
+    elif hasattr(partitioned, "all_grad_tensors"):
+        for index in range(len(partitioned.bit16_groups)):
+            partitioned.averaged_gradients[index] = partitioned.all_grad_tensors[index] = None

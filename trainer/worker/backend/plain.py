@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from asyppo_async.trainer.worker.away import Away
 from asyppo_async.trainer.worker.backend.average import Average
 from asyppo_async.trainer.worker.backend.fragments import whole_fragments
 from asyppo_async.trainer.worker.backend.optimizer import adamw, begin_moments, moment_steps, set_rate
@@ -58,6 +59,7 @@ class PlainBackend:
         named = zip(self._names, self._masters, strict=True)
         self._optimizer = adamw(named, learning_rate, weight_decay)
         self._average = Average(self._masters, ema_decay)
+        self._away = Away()
 
     @property
     def device(self) -> torch.device:
@@ -155,6 +157,20 @@ class PlainBackend:
     def averages(self) -> Iterator[tuple[str, Tensor]]:
         for fragment in self._fragments():
             yield fragment.name, fragment.tensors[AVERAGE].view(fragment.shape)
+
+    def to_host(self, *, weights: bool) -> None:
+        moments = [value for state in self._optimizer.state.values() for value in state.values()]
+        masters = [
+            master
+            for master, weight in zip(self._masters, self._weights, strict=True)
+            if master is not weight
+        ]
+        self._away.send([*moments, *masters, *self._average.values])
+        if weights:
+            self._away.send([*self._module.parameters(), *self._module.buffers()])
+
+    def to_device(self) -> None:
+        self._away.bring_back()
 
     def _fragments(self) -> Iterator[Fragment]:
         return whole_fragments(self._named_masters(), self._optimizer, self._average)

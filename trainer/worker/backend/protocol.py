@@ -99,3 +99,13 @@ class Backend(Protocol):
         Every rank goes through all of it, and gets all of it.
         """
         ...
+
+    def to_host(self, *, weights: bool) -> None:
+        """Move masters and moments to host memory, and with `weights` the model; nothing else is asked until they are
+        back. Between two steps: there are no gradients. Not collective.
+        """
+        ...
+
+    def to_device(self) -> None:
+        """Move back, bit for bit, what `to_host` moved."""
+        ...
