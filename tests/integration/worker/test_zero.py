@@ -127,8 +127,8 @@ def check(
 
 def kind_of(journey: str) -> str:
     """Role, and whether adapters train: `actor`, `actor:lora`."""
-    role, _, *lora = journey.split(":")
-    return ":".join((role, *lora))
+    role, _, *more = journey.split(":")
+    return f"{role}:lora" if more == ["lora"] else role
 
 
 def settings_for(folder: Path, kind: str, dtype: ComputeDtype, budget: int) -> WorkerSettings:
