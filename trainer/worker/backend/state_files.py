@@ -87,7 +87,7 @@ def write_state(
         with path.open("wb") as file:
             file.write(len(words).to_bytes(8, "little") + words)
             for tensor in tensors.values():
-                for piece in tensor.split(_PIECE_ELEMENTS):
+                for piece in torch.split(tensor, _PIECE_ELEMENTS):
                     file.write(piece.cpu().numpy().data)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
