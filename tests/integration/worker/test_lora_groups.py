@@ -26,6 +26,9 @@ from tests.unit.worker.learners import actor_request, critic_request
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
+BUCKET_BYTES = 512
+"""Several buckets also where adapters travel alone."""
+
 
 @asynccontextmanager
 async def opened(
@@ -52,7 +55,7 @@ async def opened(
         actor=ActorSection.model_validate({**how, "reference": "initial"}),
         critic=CriticSection.model_validate({**how, "count": 1, "num_ranks": 1}),
         seed=1,
-        bucket_bytes=2048,
+        bucket_bytes=BUCKET_BYTES,
         folder=folder,
         times=replace(TIMES, join_timeout_s=240, request_timeout_s=120, silent_after_s=60),
         publish=publish,
@@ -94,7 +97,7 @@ async def test_groups_with_adapters_when_saved_and_restored_then_they_train_on_a
             await state.save(tmp_path / "saved")
         size = sum(file.stat().st_size for file in (tmp_path / "saved").rglob("*.safetensors"))
         before = await outputs(groups, sequences)
-        received = await receive(groups[0], epoch=3)
+        received = await receive(groups[0], epoch=3, bucket_bytes=BUCKET_BYTES)
         await groups[0].save(tmp_path / "whole")
         await groups[0].save(tmp_path / "adapter", adapter=True)
         await groups[1].save(tmp_path / "critic")
@@ -120,7 +123,7 @@ async def test_groups_with_adapters_when_saved_and_restored_then_they_train_on_a
             await state.restore(tmp_path / "saved")
         for one, other in zip(before, await outputs(groups, sequences), strict=True):
             np.testing.assert_array_equal(other, one)
-        alone = await receive(groups[0], epoch=4)
+        alone = await receive(groups[0], epoch=4, bucket_bytes=BUCKET_BYTES)
         assert alone.keys() == adapter.keys()
         for name, tensor in adapter.items():
             assert torch.equal(alone[name], tensor), name
