@@ -108,8 +108,9 @@ def _offload_of(name: str, section: ActorSection | CriticSection) -> Rules:
             f"{section.zero_stage}",
         ),
         (
-            optimizer != "none" and section.zero_stage != 3 and section.dtype == "bfloat16",
-            f"{name}.offload.optimizer = {optimizer!r} with zero_stage = {section.zero_stage} would sum the gradients "
-            f"of micro-batches in bfloat16, which loses small ones; use {name}.zero_stage = 3",
+            optimizer != "none" and section.dtype == "bfloat16",
+            f"{name}.offload.optimizer = {optimizer!r} with {name}.dtype = 'bfloat16': "
+            "DeepSpeed would sum the gradients of micro-batches in bfloat16 (stages 1, 2), or comes to other gradient "
+            "norms (3); use float32",
         ),
     ]

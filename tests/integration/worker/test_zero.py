@@ -176,7 +176,7 @@ def test_gradients_skips_and_weights_over_two_ranks_are_those_of_the_plain_engin
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", TOLERANCE), ("bfloat16", 0.2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", TOLERANCE)])
 def test_gradients_skips_and_weights_over_two_ranks_are_the_same_when_offloaded_at_every_stage(
     tiny_folder: Path, tmp_path: Path, dtype: ComputeDtype, tolerance: float
 ) -> None:
