@@ -225,7 +225,10 @@ class Broadcast:
                 self._work.wait(duration(min(left_s, _PEERS_EVERY_S)))
                 return
             except RuntimeError:
-                if self._work.is_completed() or left_s <= _PEERS_EVERY_S:
+                if self._work.is_completed():  # it failed; or it ended just after this wait gave up
+                    self._work.wait()
+                    return
+                if left_s <= _PEERS_EVERY_S:
                     raise
             for rank in range(self._group.size()):
                 if rank != self._group.rank():
