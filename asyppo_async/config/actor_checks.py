@@ -1,9 +1,10 @@
 """Settings of the actor alone that contradict each other."""
 
+from asyppo_async.config.learner_checks import Rules
 from asyppo_async.config.sections import TrainConfig
 
 
-def actor_rules(config: TrainConfig) -> list[tuple[bool, str]]:
+def actor_rules(config: TrainConfig) -> Rules:
     """Whether each holds, and what is wrong then."""
     actor = config.actor
     return [

@@ -1,10 +1,9 @@
 """Settings of adapters (LoRA) that contradict each other, or what they are to train with."""
 
 from asyppo_async.config.critic import CriticSection
+from asyppo_async.config.learner_checks import Rules
 from asyppo_async.config.sections import ActorSection, TrainConfig
 from asyppo_async.config.serve import LORA_RANKS
-
-Rules = list[tuple[bool, str]]
 
 
 def lora_rules(config: TrainConfig) -> Rules:
