@@ -108,9 +108,9 @@ def _offload_of(name: str, section: ActorSection | CriticSection) -> Rules:
             f"{section.zero_stage}",
         ),
         (
-            optimizer != "none" and section.dtype == "bfloat16",
-            f"{name}.offload.optimizer = {optimizer!r} with {name}.dtype = 'bfloat16': "
-            "DeepSpeed would sum the gradients of micro-batches in bfloat16 (stages 1, 2), or comes to other gradient "
-            "norms (3); use float32",
+            optimizer != "none" and section.dtype == "bfloat16" and section.zero_stage != 3,
+            f"{name}.offload.optimizer = {optimizer!r} with {name}.dtype = 'bfloat16' and {name}.zero_stage = "
+            f"{section.zero_stage}: DeepSpeed would sum the gradients of micro-batches in bfloat16; use zero_stage = 3 "
+            "or float32",
         ),
     ]

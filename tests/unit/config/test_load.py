@@ -98,7 +98,7 @@ def test_config_when_a_key_is_wrong_says_which_and_what_instead(
         ),
         (
             ("actor.backend=deepspeed", "actor.offload.optimizer=cpu", "actor.dtype=bfloat16"),
-            "DeepSpeed would sum the gradients of micro-batches in bfloat16",
+            "sum the gradients of micro-batches in bfloat16; use zero_stage = 3 or float32",
         ),
         (("sampling.top_k=50",), "top_k = 50"),
         (("critic.count=1",), "use two critics or set both shares to 0"),
