@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.integration.chaos.conftest import (
     ChaosRunner,
@@ -18,6 +19,7 @@ from tests.integration.chaos.conftest import (
     wait_for_end_of,
     wait_for_steps,
 )
+from tests.integration.run.conftest import Finished
 
 
 def kill_and_resume(
@@ -95,10 +97,10 @@ def test_run_killed_twenty_times_over_an_epoch_of_500_prompts_trains_each_prompt
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_run_when_its_ranks_and_engine_change_at_every_resume_then_it_trains_on(
-    runner: ChaosRunner, server: ScriptedServer
+    runner: ChaosRunner, server: ScriptedServer, models: Path
 ) -> None:
     name = "ranks"
-    process = runner.start(name, "--fleet", server.address)
+    process = runner.start(name, "--fleet", server.address, "--set", "actor.ema_decay=0.5")
     folder = runner.folder / "runs" / name
     zero = (
         "--set",
@@ -121,6 +123,25 @@ def test_run_when_its_ranks_and_engine_change_at_every_resume_then_it_trains_on(
     assert done.code == 0, done.err
     check_lineage(done, 40)
     assert done.summary["resumes"] == 3
+    check_average(runner, done, models)
+
+
+def check_average(runner: ChaosRunner, done: Finished, models: Path) -> None:
+    """What `export --ema` writes lies behind the last weights, nearer to them than where the run began."""
+    weights = {"first": load_file(models / "actor" / "model.safetensors")}
+    for name, options in (("last", ()), ("average", ("--ema",))):
+        target = runner.folder / name
+        command = runner.command("export", str(done.folder), "--to", str(target), *options)
+        exported = runner.finish(command, name)
+        assert exported.code == 0, exported.err
+        weights[name] = load_file(target / "model" / "model.safetensors")
+    from_last = {
+        name: sum(
+            float((other[key].float() - tensor.float()).norm()) for key, tensor in weights["last"].items()
+        )
+        for name, other in weights.items()
+    }
+    assert 0 < from_last["average"] < from_last["first"], from_last
 
 
 @pytest.mark.timeout(200)
