@@ -81,4 +81,4 @@ async def test_gap_when_both_heads_multiply_in_float32_then_it_is_that_of_float3
             gaps[engine_head, trainer_head] = float(np.abs(own - behaviour).mean())
     print(f"mean gaps, {'tied' if tied else 'untied'}, (engine, trainer) in float32: {gaps}")
     assert gaps[True, True] < 1e-6
-    assert min(gaps[True, False], gaps[False, True]) > 1e-3
+    assert min(gaps[True, False], gaps[False, True]) > 20 * gaps[True, True]
