@@ -147,9 +147,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[S
 
 
 @contextmanager
-def serving(models: Path, folder: Path, count: int) -> Iterator[list[Server]]:
-    """Servers of the module's actor, started side by side."""
-    processes = [start_server(models, folder / f"server-{index}") for index in range(count)]
+def serving(models: Path, folder: Path, count: int, *, niceness: int = 0) -> Iterator[list[Server]]:
+    """Servers of the module's actor, started side by side; nice ones leave the trainer the cores that it asks for."""
+    processes = [start_server(models, folder / f"server-{index}", niceness) for index in range(count)]
     try:
         yield [
             wait_until_ready(process, folder / f"server-{index}") for index, process in enumerate(processes)
@@ -166,9 +166,10 @@ def serving(models: Path, folder: Path, count: int) -> Iterator[list[Server]]:
                 process.wait()
 
 
-def start_server(models: Path, folder: Path) -> subprocess.Popen[bytes]:
+def start_server(models: Path, folder: Path, niceness: int) -> subprocess.Popen[bytes]:
     folder.mkdir()
-    command = [BIN / "asyppo-fleet", "serve", "--model", models / "actor", "--port", "0"]
+    command = ["nice", "-n", str(niceness)]
+    command += [BIN / "asyppo-fleet", "serve", "--model", models / "actor", "--port", "0"]
     options = ["--ready-file", folder / "ready.json", "--max-num-seqs", "32", "--max-model-len", "64"]
     options += ["--kv-cache-gib", "0.5", "--num-threads", "1"]
     with (folder / "fleet.log").open("wb") as log:

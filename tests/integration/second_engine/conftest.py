@@ -11,5 +11,6 @@ __all__ = ["models", "pair", "runner"]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, models: object) -> Iterator[list[Server]]:
-    with serving(models, tmp_path_factory.mktemp("pair"), 2) as servers:  # type: ignore[arg-type]
+    # Elsewhere a trainer has its own machine. Here it would stand still while a busy server has both cores.
+    with serving(models, tmp_path_factory.mktemp("pair"), 2, niceness=10) as servers:  # type: ignore[arg-type]
         yield servers
