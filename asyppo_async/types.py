@@ -4,8 +4,8 @@ Legend: `P` prompt tokens, `T` response tokens (all turns), `K` responses of a g
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length"]
+
+_LAST_VERSION = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +74,74 @@ class KeptTokens:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class VersionRuns:
+    """The version of the weights that sampled each token of a sample; it is one number for thousands of tokens."""
+
+    runs: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens), one after another. Versions are 31-bit numbers and never fall; no run is empty."""
+    num_tokens: int = field(init=False, repr=False, compare=False)
+    """`T`"""
+
+    def __post_init__(self) -> None:
+        last = total = 0
+        for version, num_tokens in self.runs:
+            if not last <= version <= _LAST_VERSION:
+                raise ValueError(
+                    f"versions of a sample are 31-bit numbers and never fall, got runs {self.runs}"
+                )
+            if num_tokens < 1:
+                raise ValueError(f"a run of versions has a token at least, got runs {self.runs}")
+            last = version
+            total += num_tokens
+        object.__setattr__(self, "num_tokens", total)
+
+    @classmethod
+    def of(cls, versions: Sequence[int] | Int32Array) -> Self:
+        """Args:
+        versions: [T]
+        """
+        flat = np.asarray(versions, dtype=np.int64)
+        if not len(flat):
+            return cls()
+        starts = np.flatnonzero(np.diff(flat, prepend=flat[0] - 1))
+        lengths = np.diff(starts, append=len(flat))
+        return cls(tuple(zip(flat[starts].tolist(), lengths.tolist(), strict=True)))
+
+    @classmethod
+    def joined(cls, parts: "Sequence[VersionRuns]") -> Self:
+        """Of consecutive parts of one sample; raise `ValueError` where a version is older than one before it."""
+        return cls(tuple(run for part in parts for run in part.runs))
+
+    @property
+    def oldest(self) -> int:
+        """Of at least one token."""
+        return self.runs[0][0]
+
+    @property
+    def newest(self) -> int:
+        """Of at least one token."""
+        return self.runs[-1][0]
+
+    def per_token(self) -> Int32Array:
+        """[T]"""
+        versions, lengths = zip(*self.runs, strict=True) if self.runs else ((), ())
+        return np.repeat(np.array(versions, dtype=np.int32), lengths)
+
+
+@dataclass(slots=True, kw_only=True)
 class Response:
-    """What the fleet generated for one sample: token ids, never text (invariant 1)."""
+    """What the fleet generated for one sample: token ids, never text (invariant 1).
+
+    Never written after construction; that it could be is for its speed, as one is made of every message.
+    """
 
     token_ids: Int32Array
     """[T]"""
     behaviour_logprobs: Float32Array
     """[T] log-prob of each token under the distribution that it was sampled from."""
-    versions: Int32Array
-    """[T] version of the weights that sampled each token; non-decreasing."""
+    versions: VersionRuns
+    """Of T tokens."""
     finish_reason: FinishReason
     routed_experts: Int16Array | None = None
     """[P + T - 1, layers, experts per token] that the engine used where it fed a token: the prompt and all of the
@@ -90,10 +150,10 @@ class Response:
     """What each token was sampled from. None: not asked for, or not known of all tokens."""
 
     def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.behaviour_logprobs) == len(self.versions):
+        if not len(self.token_ids) == len(self.behaviour_logprobs) == self.versions.num_tokens:
             raise ValueError(
                 f"a response needs as many log-probs and versions as tokens, got {len(self.token_ids)} tokens, "
-                f"{len(self.behaviour_logprobs)} log-probs, {len(self.versions)} versions"
+                f"{len(self.behaviour_logprobs)} log-probs, {self.versions.num_tokens} versions"
             )
 
 
@@ -118,7 +178,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        return int(self.response.versions.min())
+        return self.response.versions.oldest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from asyppo_async.trainer.coordinator.batch import batch_of
 from asyppo_async.trainer.coordinator.report import step_histograms, step_metrics
 from asyppo_async.trainer.coordinator.step import StepResult
 from asyppo_async.trainer.coordinator.trace import Trace
-from asyppo_async.types import Group, Prompt, Response, Trajectory
+from asyppo_async.types import Group, Prompt, Response, Trajectory, VersionRuns
 
 NUM_PROMPT_TOKENS = 64
 
@@ -170,7 +170,7 @@ def made_up_groups(config: TrainConfig, mean_tokens: int, random: np.random.Gene
                         response=Response(
                             token_ids=np.full(length, 7, dtype=np.int32),
                             behaviour_logprobs=-random.exponential(1.0, length).astype(np.float32),
-                            versions=np.zeros(length, dtype=np.int32),
+                            versions=VersionRuns(((0, length),)),
                             finish_reason="stop",
                         ),
                         reward=float(random.choice((-1.0, 1.0))),

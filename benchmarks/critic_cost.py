@@ -41,7 +41,7 @@ from asyppo_async.trainer.worker.clients import ActorGroup, CriticGroup
 from asyppo_async.trainer.worker.group import open_groups
 from asyppo_async.trainer.worker.messages import ActorForward
 from asyppo_async.trainer.worker.specs import GroupTimes
-from asyppo_async.types import Group, Prompt, Response, Trajectory, concatenate_sequences
+from asyppo_async.types import Group, Prompt, Response, Trajectory, VersionRuns, concatenate_sequences
 from benchmarks.critic_cost_meter import Measured, Meter, line_of, ratios
 
 VOCABULARY = 256
@@ -236,7 +236,7 @@ def rollouts(num_responses: int, longest: int) -> list[Group]:
             response = Response(
                 token_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
                 behaviour_logprobs=np.zeros(length, dtype=np.float32),
-                versions=np.zeros(length, dtype=np.int32),
+                versions=VersionRuns(((0, length),)),
                 finish_reason="stop",
             )
             members.append(

@@ -2,8 +2,6 @@
 
 from typing import cast, get_args
 
-import numpy as np
-
 from asyppo_async.fleet.call_error import CallError
 from asyppo_async.fleet.draw import Draw, Outgoing, SampleDelta
 from asyppo_async.fleet.engine.protocol import Delta, EngineInfo, KvOnUpdate
@@ -14,7 +12,7 @@ from asyppo_async.rpc import codec
 from asyppo_async.rpc.calls import Way
 from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.rpc.v1 import fleet_pb2
-from asyppo_async.types import FinishReason, Int32Array, SamplingParams
+from asyppo_async.types import FinishReason, Int32Array, SamplingParams, VersionRuns
 
 _LOWEST_TEMPERATURE = 0.01
 """The engine itself would take a lower one for this one."""
@@ -35,10 +33,7 @@ def sample_tokens(sample_index: int, delta: Delta) -> SampleTokens:
         sample_index=sample_index,
         token_ids=delta.token_ids,
         behaviour_logprobs=delta.logprobs,
-        versions=np.repeat(
-            np.array([run.label.version for run in delta.runs], dtype=np.int32),
-            [run.num_tokens for run in delta.runs],
-        ),
+        versions=VersionRuns(tuple((run.label.version, run.num_tokens) for run in delta.runs)),
         finish_reason=finish_reason,
         kept=delta.kept,
         routed_experts=delta.routed_experts,
@@ -90,8 +85,8 @@ def _decode_begun(
             wrong = f"there is no such sample among {request.num_samples}, or it comes twice"
         elif not 0 < len(token_ids) < sampling.max_tokens:
             wrong = f"it has {len(token_ids)} tokens and goes up to max_tokens = {sampling.max_tokens}"
-        elif int(token_ids.max()) >= info.vocab_size:
-            wrong = f"token id {int(token_ids.max())} is not in the vocabulary of {info.vocab_size}"
+        elif unknown := _unknown_id(token_ids, info):
+            wrong = unknown
         elif int(token_ids[-1]) in sampling.stop_token_ids:
             wrong = f"it ends with the stop id {int(token_ids[-1])}, so it is finished"
         if wrong:
@@ -116,12 +111,17 @@ def _decode_ids(data: bytes, info: EngineInfo) -> Int32Array:
     token_ids = codec.unpack_ids(data)
     if not len(token_ids):
         raise CallError("INVALID_ARGUMENT", "a prompt has at least one token")
-    if int(token_ids.max()) >= info.vocab_size:
-        raise CallError(
-            "INVALID_ARGUMENT",
-            f"token id {int(token_ids.max())} is not in the vocabulary of {info.vocab_size}",
-        )
+    if unknown := _unknown_id(token_ids, info):
+        raise CallError("INVALID_ARGUMENT", unknown)
     return token_ids
+
+
+def _unknown_id(token_ids: Int32Array, info: EngineInfo) -> str:
+    """Which id the engine does not know; empty where it knows them all."""
+    for token_id in (int(token_ids.min()), int(token_ids.max())):
+        if not 0 <= token_id < info.vocab_size:
+            return f"token id {token_id} is not in the vocabulary of {info.vocab_size}"
+    return ""
 
 
 def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:

@@ -60,7 +60,16 @@ class Material:
         return self.longest_prompt_tokens + self.sampling.max_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a response, for scoring and reading only; special tokens are left out, but for think tags."""
+        """Text of a response, for scoring and reading only; special tokens are left out, but for think tags.
+
+        Raises:
+            ValueError: The actor has no such token.
+        """
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < self.identity.vocab_size:
+                raise ValueError(
+                    f"token id {token_id} is not in the actor's vocabulary of {self.identity.vocab_size}"
+                )
         kept = [token_id for token_id in token_ids if token_id not in self.unspoken_ids]
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

@@ -62,7 +62,7 @@ class Sampling:
             on_tokens=lambda _: None,
             on_server=lambda _: None,
         )
-        texts = await decoded(generated.responses, self.material.decode)
+        texts = await decoded(generated.responses, self.material.decode, generated.server)
         async with asyncio.TaskGroup() as tasks:
             scores = [
                 tasks.create_task(self._score(prompt, response, text))

@@ -44,7 +44,7 @@ def _row(result: StepResult, index: int, decode: Callable[[Sequence[int]], str])
         "class": [TokenClass(kind).name.lower() for kind in decisions.classes[tokens].tolist()],
         "advantage_masked": (~masks.advantage_keep[tokens]).tolist(),
         "entropy_filtered": (~masks.entropy_keep[tokens]).tolist(),
-        "versions": one.response.versions.tolist(),
+        "versions": one.response.versions.per_token().tolist(),
     }
 
 

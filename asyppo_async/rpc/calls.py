@@ -33,6 +33,11 @@ class GenerateCall:
     return_routed_experts: bool = False
     """Every response of a mixture of experts says which of them were used."""
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether more than ids and log-probs was asked for."""
+        return self.return_kept_tokens or self.return_routed_experts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlace:
@@ -103,16 +108,17 @@ class ResponseParts:
         for sample in begun:
             self.add(sample)
 
-    def add(self, chunk: SampleTokens, index: int | None = None) -> None:
+    def add(self, chunk: SampleTokens, indices: Sequence[int] | None = None) -> None:
         """Raise `ValueError` for a chunk that this request cannot have.
 
-        `index`: which sample it belongs to here, where its sender counts otherwise.
+        `indices`: which sample here each sample of its sender is; None: the same one.
         """
-        if index is not None and index != chunk.sample_index:
+        index, known = chunk.sample_index, range(self.num_samples) if indices is None else indices
+        if not 0 <= index < len(known):
+            raise ValueError(f"sample {index} of a request for {len(known)}")
+        if known[index] != index:
+            index = known[index]
             chunk = replace(chunk, sample_index=index)
-        index = chunk.sample_index
-        if not 0 <= index < self.num_samples:
-            raise ValueError(f"sample {index} of a request for {self.num_samples}")
         if index in self._ended:
             raise ValueError(f"sample {index} goes on after it was finished")
         if chunk.failure is not None:
@@ -153,10 +159,11 @@ class ResponseParts:
     def _response(self, index: int, chunks: list[SampleTokens]) -> Response:
         response = codec.response_of(chunks)
         last = int(response.token_ids[-1])
-        if response.finish_reason == "stop" and last not in self._sampling.stop_token_ids:
-            raise ValueError(f"sample {index} stopped at {last}, which is no stop id")
-        if response.finish_reason == "length" and last in self._sampling.stop_token_ids:
-            raise ValueError(f"sample {index} was cut at {last}, which is a stop id")
+        if (response.finish_reason == "stop") != (last in self._sampling.stop_token_ids):
+            what = "stopped" if response.finish_reason == "stop" else "was cut"
+            raise ValueError(
+                f"sample {index} {what} at {last}, which is {'a' if what == 'was cut' else 'no'} stop id"
+            )
         if len(response.token_ids) > self._sampling.max_tokens:
             raise ValueError(
                 f"sample {index} has {len(response.token_ids)} tokens, max_tokens {self._sampling.max_tokens}"
@@ -196,13 +203,6 @@ def served_checksums_of(message: fleet_pb2.GetChecksumsResponse) -> ServedChecks
         version=message.version,
         tensors={tensor.name: tensor.checksum for tensor in message.tensors},
     )
-
-
-def index_in(indices: Sequence[int], number: int) -> int:
-    """Which sample the `number`-th of those that were asked for is; `ValueError` for one that was not."""
-    if not 0 <= number < len(indices):
-        raise ValueError(f"sample {number} of a request for {len(indices)}")
-    return indices[number]
 
 
 def check_first(message: fleet_pb2.GenerateChunk, call: GenerateCall) -> int:

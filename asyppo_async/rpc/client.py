@@ -141,20 +141,15 @@ class FleetClient:
         Raises:
             FleetError: while iterating; see `asyppo_async.errors`.
         """
-        async with self._generating(call, deadline_s) as (stream, guarded):
-            yield self._chunks(stream, guarded, call, deadline_s)
+        with self._generating(call, deadline_s) as guarded:
+            yield self._chunks(guarded, call, deadline_s)
 
-    @asynccontextmanager
-    async def _generating(self, call: GenerateCall, deadline_s: float) -> AsyncIterator[tuple[Any, Guarded]]:
+    def _generating(self, call: GenerateCall, deadline_s: float) -> Guarded:
         """The stream itself; to be read under `_translating`."""
         connection = self._connection
-        stream = connection.generate(generate_request(call), timeout=deadline_s, metadata=connection.metadata)
-        with self._pulse.guarding(stream) as guarded:
-            try:
-                yield stream, guarded
-            finally:
-                # Leaving the loop over a stream does not end the server's side of it.
-                stream.cancel()
+        return self._pulse.guarding(
+            connection.generate(generate_request(call), timeout=deadline_s, metadata=connection.metadata)
+        )
 
     @contextmanager
     def _translating(self, what: str, guarded: Guarded, deadline_s: float) -> Iterator[None]:
@@ -171,17 +166,17 @@ class FleetClient:
             raise self._pulse.silence(what) from None
 
     async def _chunks(
-        self, stream: Any, guarded: Guarded, call: GenerateCall, deadline_s: float
+        self, guarded: Guarded, call: GenerateCall, deadline_s: float
     ) -> AsyncIterator[SampleTokens]:
         what = f"Generate {call.request_id}"
         with self._translating(what, guarded, deadline_s):
-            async for data in stream:
+            async for data in guarded.call:
                 self._pulse.heard()
                 message = chunk_of(data)
                 if room := check_first(message, call):
                     self._log_clipped(what, room)
                 for sample in message.samples:
-                    yield codec.decode_chunk(sample)
+                    yield codec.decode_chunk(sample, has_extras=call.has_extras)
 
     def _log_clipped(self, what: str, room: int) -> None:
         _log.warning("server %s: %s: max_tokens is cut to %d, for lack of room", self.address, what, room)
@@ -227,12 +222,15 @@ class FleetClient:
         indices, rest = parts.unfinished(), parts.rest_of(call)
         intake = Intake(rest, parts, indices, on_tokens, partial(self._log_clipped, what))
         with suppress(TimeoutError):
-            async with (
-                asyncio.timeout(deadline_s),
-                self._generating(rest, deadline_s + ANSWER_S) as (stream, guarded),
-            ):
-                with self._translating(what, guarded, deadline_s), intake:
-                    async for data in stream:  # little is done for each: it bounds what one core takes in
+            async with asyncio.timeout(deadline_s):
+                with (
+                    self._generating(rest, deadline_s + ANSWER_S) as guarded,
+                    self._translating(what, guarded, deadline_s),
+                    intake,
+                ):
+                    async for (
+                        data
+                    ) in guarded.call:  # little is done for each: it bounds what one core takes in
                         self._pulse.heard()
                         intake.put(data)
             if parts.unfinished():

@@ -5,9 +5,9 @@ callers know which peer and which request it belongs to.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from asyppo_async.types import (
     KeptTokens,
     Response,
     SamplingParams,
+    VersionRuns,
 )
 from asyppo_async.weights.manifest import Dtype, Manifest, TensorSpec
 
@@ -40,11 +41,9 @@ _FINISH_REASON_NAMES: dict[fleet_pb2.FinishReason, FinishReason | None] = {
     **{number: name for name, number in _FINISH_REASONS.items()},
 }
 _ITEM_BYTES = 4
-_LAST_VERSION = int(np.iinfo(np.int32).max)
 # Made once: what is done for every message shows in how many one core takes in.
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
-_SMALLEST = np.minimum.reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +54,17 @@ class SampleFailure:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SampleTokens:
-    """The next tokens of one sample: a decoded chunk."""
+    """The next tokens of one sample: a decoded chunk. Not frozen for the reason that `Response` is not."""
 
     sample_index: int
     token_ids: Int32Array
     """[n]"""
     behaviour_logprobs: Float32Array
     """[n]"""
-    versions: Int32Array
-    """[n]"""
+    versions: VersionRuns
+    """Of n tokens."""
     finish_reason: FinishReason | None
     """None: more follows, or `failure` says why not."""
     failure: SampleFailure | None = None
@@ -85,11 +84,10 @@ def checksum_of(token_ids: Sequence[int] | Int32Array) -> int:
 
 
 def unpack_ids(data: bytes) -> Int32Array:
-    """Token ids; none is negative."""
-    token_ids = _unpack(data, _INT32, "token ids")
-    if data and _SMALLEST(token_ids) < 0:
-        raise ValueError(f"token ids are not negative, got {int(token_ids.min())}")
-    return token_ids
+    """Token ids as they came: whoever knows the vocabulary checks that they are in it."""
+    if len(data) % _ITEM_BYTES:
+        raise _odd_length(data, "token ids")
+    return np.frombuffer(data, _INT32)
 
 
 def pack_logprobs(logprobs: Sequence[float] | Float32Array) -> bytes:
@@ -98,7 +96,9 @@ def pack_logprobs(logprobs: Sequence[float] | Float32Array) -> bytes:
 
 def unpack_logprobs(data: bytes) -> Float32Array:
     """Log-probs as they came; see `is_poisoned` for those that are no numbers."""
-    return _unpack(data, _FLOAT32, "log-probs")
+    if len(data) % _ITEM_BYTES:
+        raise _odd_length(data, "log-probs")
+    return np.frombuffer(data, _FLOAT32)
 
 
 def is_poisoned(logprobs: Float32Array) -> bool:
@@ -107,40 +107,6 @@ def is_poisoned(logprobs: Float32Array) -> bool:
     Such a trajectory is dropped and counted: no mask makes it harmless, since NaN times 0 is NaN.
     """
     return bool(np.isnan(logprobs).any() or np.isposinf(logprobs).any())
-
-
-def encode_version_runs(versions: Int32Array) -> list[fleet_pb2.VersionRun]:
-    """Run-length code of the version of each token."""
-    if not versions.size:
-        return []
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
-    lengths = np.diff(starts, append=versions.size)
-    return [
-        fleet_pb2.VersionRun(version=int(versions[start]), num_tokens=int(length))
-        for start, length in zip(starts, lengths, strict=True)
-    ]
-
-
-def decode_version_runs(runs: Sequence[fleet_pb2.VersionRun], num_tokens: int) -> Int32Array:
-    """The version of each of `num_tokens` tokens, non-decreasing."""
-    versions = np.empty(num_tokens, dtype=np.int32)
-    end = last = 0
-    for run in runs[:]:
-        begin, end, version = end, end + run.num_tokens, run.version
-        if begin == end or not last <= version <= _LAST_VERSION:
-            raise _wrong_runs(runs, num_tokens)
-        versions[begin:end] = last = version  # what reaches beyond is cut here, and refused below
-    if end != num_tokens:
-        raise _wrong_runs(runs, num_tokens)
-    return versions
-
-
-def _wrong_runs(runs: Iterable[fleet_pb2.VersionRun], num_tokens: int) -> ValueError:
-    pairs = [(run.version, run.num_tokens) for run in runs]
-    counts = [count for _, count in pairs]
-    if sum(counts) != num_tokens or 0 in counts:
-        return ValueError(f"version runs of {counts} tokens do not add up to {num_tokens} tokens")
-    return ValueError(f"versions of a sample are 31-bit numbers and never fall, got runs {pairs}")
 
 
 def encode_sampling(sampling: SamplingParams) -> fleet_pb2.SamplingParams:
@@ -171,7 +137,10 @@ def encode_chunk(chunk: SampleTokens) -> fleet_pb2.SampleChunk:
         sample_index=chunk.sample_index,
         token_ids=pack_ids(chunk.token_ids),
         logprobs=pack_logprobs(chunk.behaviour_logprobs),
-        version_runs=encode_version_runs(chunk.versions),
+        version_runs=[
+            fleet_pb2.VersionRun(version=version, num_tokens=num_tokens)
+            for version, num_tokens in chunk.versions.runs
+        ],
         finish_reason=_FINISH_REASONS[chunk.finish_reason]
         if chunk.finish_reason
         else fleet_pb2.FINISH_REASON_UNSPECIFIED,
@@ -185,12 +154,16 @@ def encode_failure(failure: SampleFailure) -> fleet_pb2.SampleError:
     return fleet_pb2.SampleError(kind=_FAILURES[failure.kind], message=failure.message)
 
 
-def decode_chunk(message: fleet_pb2.SampleChunk) -> SampleTokens:
+def decode_chunk(message: fleet_pb2.SampleChunk, *, has_extras: bool = True) -> SampleTokens:
+    """`has_extras`: kept sets or experts were asked for; else nobody looks for them."""
     token_ids = unpack_ids(message.token_ids)
     logprobs = unpack_logprobs(message.logprobs)
-    num_tokens = len(token_ids)
-    if num_tokens != len(logprobs):
-        raise ValueError(f"sample {message.sample_index}: {num_tokens} tokens, {len(logprobs)} log-probs")
+    versions = VersionRuns(tuple([(run.version, run.num_tokens) for run in message.version_runs[:]]))
+    if not len(token_ids) == len(logprobs) == versions.num_tokens:
+        raise ValueError(
+            f"sample {message.sample_index}: {len(token_ids)} tokens, {len(logprobs)} log-probs, version runs of "
+            f"{versions.num_tokens} tokens"
+        )
     reason = message.finish_reason
     if reason not in _FINISH_REASON_NAMES:
         raise ValueError(f"sample {message.sample_index}: unknown finish reason {reason}")
@@ -198,11 +171,13 @@ def decode_chunk(message: fleet_pb2.SampleChunk) -> SampleTokens:
         sample_index=message.sample_index,
         token_ids=token_ids,
         behaviour_logprobs=logprobs,
-        versions=decode_version_runs(message.version_runs, num_tokens),
+        versions=versions,
         finish_reason=_FINISH_REASON_NAMES[reason],
         failure=_failure_of(message) if message.HasField("error") else None,
-        kept=decode_kept(message.kept, num_tokens) if message.HasField("kept") else None,
-        routed_experts=decode_experts(message.routed_experts) if message.HasField("routed_experts") else None,
+        kept=decode_kept(message.kept, len(token_ids)) if has_extras and message.HasField("kept") else None,
+        routed_experts=decode_experts(message.routed_experts)
+        if has_extras and message.HasField("routed_experts")
+        else None,
     )
 
 
@@ -216,14 +191,11 @@ def joined(chunks: Sequence[SampleTokens]) -> SampleTokens:
     """The chunks of one sample, in their order, as one; `ValueError` where a version is older than one before it."""
     if len(chunks) == 1:
         return chunks[0]
-    versions = np.concatenate([chunk.versions for chunk in chunks])
-    if bool((np.diff(versions) < 0).any()):
-        raise ValueError(f"versions of a sample never fall, got {np.unique(versions).tolist()} out of order")
     return SampleTokens(
         sample_index=chunks[0].sample_index,
         token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
         behaviour_logprobs=np.concatenate([chunk.behaviour_logprobs for chunk in chunks]),
-        versions=versions,
+        versions=VersionRuns.joined([chunk.versions for chunk in chunks]),
         finish_reason=chunks[-1].finish_reason,
         kept=joined_kept([chunk.kept for chunk in chunks if len(chunk.token_ids)]),
         routed_experts=chunks[-1].routed_experts,
@@ -234,7 +206,7 @@ def response_of(chunks: Sequence[SampleTokens]) -> Response:
     """The chunks of one finished sample, in their order, as one response."""
     if not chunks or chunks[-1].finish_reason is None:
         raise ValueError("the last chunk of a response says why it ended")
-    whole = joined(chunks)
+    whole = joined(chunks) if len(chunks) > 1 else chunks[0]
     if not len(whole.token_ids):
         raise ValueError(f"a response ended ({whole.finish_reason}) without a token")
     return Response(
@@ -265,12 +237,8 @@ def decode_manifest(message: fleet_pb2.Manifest) -> Manifest:
     )
 
 
-def _unpack(data: bytes, dtype: np.dtype[Any], what: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """A view of the bytes, in the machine's own order."""
-    if len(data) % _ITEM_BYTES:
-        raise ValueError(f"{what} are {_ITEM_BYTES} bytes each, got {len(data)} bytes")
-    array = np.frombuffer(data, dtype)
-    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+def _odd_length(data: bytes, what: str) -> ValueError:
+    return ValueError(f"{what} are {_ITEM_BYTES} bytes each, got {len(data)} bytes")
 
 
 def dtype_of(name: str) -> Dtype:

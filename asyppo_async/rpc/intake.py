@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from asyppo_async.rpc.calls import GenerateCall, ResponseParts, check_first, index_in
+from asyppo_async.rpc.calls import GenerateCall, ResponseParts, check_first
 from asyppo_async.rpc.codec import decode_chunk
 from asyppo_async.rpc.connection import chunk_of
 
@@ -64,9 +64,12 @@ class Intake:
     def put(self, message: bytes) -> None:
         """Raise `ValueError` if this message, or one before it, is not what the contract says."""
         self._messages.append(message)
-        if len(self._messages) >= MOST or self._loop.time() >= self._close_until_s:
+        if self._timer is not None:
+            if len(self._messages) >= MOST:
+                self._decode()
+        elif self._loop.time() >= self._close_until_s:
             self._decode()
-        elif self._timer is None:
+        else:
             self._timer = self._loop.call_later(self._close_s, self._decode_late)
 
     def _decode_late(self) -> None:
@@ -84,13 +87,13 @@ class Intake:
         if not self._messages:
             return
         messages, indices, add = self._messages, self._indices, self._parts.add
+        has_extras = self._call.has_extras
         while messages:
             # Its bytes are given back here, so that what is made of them finds memory that is in the caches.
             message = chunk_of(messages.popleft())
             if room := check_first(message, self._call):
                 self._on_clipped(room)
             for sample in message.samples[:]:  # a list is walked faster than what the message holds
-                chunk = decode_chunk(sample)
-                add(chunk, index_in(indices, chunk.sample_index))
+                add(decode_chunk(sample, has_extras=has_extras), indices)
         self._close_until_s = self._loop.time() + self._close_s
         self._on_tokens(self._parts.num_tokens)

@@ -7,9 +7,9 @@ itself ran: a client that was held up does not take its own silence for the serv
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Protocol, Self
 
 from asyppo_async.concurrency import beside
 from asyppo_async.errors import FleetError, FleetUnavailable, RequestRejected
@@ -34,11 +34,23 @@ class UnaryCall(Cancellable, Awaitable[Any], Protocol):
 
 
 class Guarded:
-    """One call that ends when the server falls silent."""
+    """One call that ends when the server falls silent, and with the block `with guarded`."""
 
-    def __init__(self, call: Cancellable) -> None:
+    __slots__ = ("call", "guarded", "is_cut")
+
+    def __init__(self, call: Any, guarded: "set[Guarded]") -> None:
         self.call = call
+        self.guarded = guarded
+        """All of its kind."""
         self.is_cut = False
+
+    def __enter__(self) -> Self:
+        self.guarded.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.guarded.discard(self)
+        self.call.cancel()  # leaving the loop over a stream does not end the server's side of it
 
 
 class Pulse:
@@ -61,18 +73,12 @@ class Pulse:
         """The server said something."""
         self._silent_ticks = 0
 
-    @contextmanager
-    def guarding(self, call: Cancellable) -> Iterator[Guarded]:
+    def guarding(self, call: Cancellable) -> Guarded:
         """Cancel a call when the server has been silent for too long; `is_cut` tells that from other ends."""
         if not self._guarded:
             self.heard()  # while nobody waited it owed no word
         self._wanted.set()
-        guarded = Guarded(call)
-        self._guarded.add(guarded)
-        try:
-            yield guarded
-        finally:
-            self._guarded.discard(guarded)
+        return Guarded(call, self._guarded)
 
     async def answer(self, what: str, call: UnaryCall) -> Any:
         """What a unary call gives.

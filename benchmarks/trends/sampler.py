@@ -11,7 +11,7 @@ from asyppo_async.algorithms.logprobs import KeptSet, kept_tokens
 from asyppo_async.algorithms.routing import PackedRouting, routing_replay
 from asyppo_async.trainer.worker.experts import routers_of
 from asyppo_async.trainer.worker.model import Policy
-from asyppo_async.types import FinishReason, Int16Array, Prompt, Response, SamplingParams
+from asyppo_async.types import FinishReason, Int16Array, Prompt, Response, SamplingParams, VersionRuns
 
 RoutingScript = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [R, L] to experts [R, L, layers, experts per token]; what it says of a position never changes later."""
@@ -93,7 +93,7 @@ def _response(
     return Response(
         token_ids=tokens[:length].numpy().astype(np.int32),
         behaviour_logprobs=logprobs[:length].numpy().astype(np.float32),
-        versions=np.full(length, version, dtype=np.int32),
+        versions=VersionRuns(((version, length),)),
         finish_reason=reason,
         routed_experts=routed_experts,
     )

@@ -140,7 +140,7 @@ def build_batch(
         behaviour_logprobs=np.concatenate(
             [trajectory.response.behaviour_logprobs for trajectory in trajectories]
         ),
-        versions=np.concatenate([trajectory.response.versions for trajectory in trajectories]),
+        versions=np.concatenate([trajectory.response.versions.per_token() for trajectory in trajectories]),
         critic_shares=_deal(
             step,
             groups,

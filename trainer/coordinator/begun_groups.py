@@ -16,7 +16,7 @@ from asyppo_async.errors import CheckpointError
 from asyppo_async.rpc.calls import ResponseParts
 from asyppo_async.rpc.codec import SampleTokens, joined
 from asyppo_async.trainer.coordinator.flat_arrays import flat, routed_of, routed_shapes
-from asyppo_async.types import FinishReason
+from asyppo_async.types import FinishReason, VersionRuns
 
 _ENDS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
@@ -49,7 +49,7 @@ def write_begun(path: Path, groups: Sequence[BegunGroup]) -> None:
         lengths=np.array([len(row.token_ids) for row in rows], dtype=np.int64),
         token_ids=flat([row.token_ids for row in rows], np.int32),
         logprobs=flat([row.behaviour_logprobs for row in rows], np.float32),
-        versions=flat([row.versions for row in rows], np.int32),
+        versions=flat([row.versions.per_token() for row in rows], np.int32),
         routed_shapes=routed_shapes([row.routed_experts for row in rows]),
         routed=flat([row.routed_experts for row in rows], np.int16),
     )
@@ -85,7 +85,7 @@ def _samples(arrays: Mapping[str, NDArray[Any]]) -> list[SampleTokens]:
                 sample_index=int(arrays["sample_indices"][row]),
                 token_ids=arrays["token_ids"][tokens],
                 behaviour_logprobs=arrays["logprobs"][tokens],
-                versions=arrays["versions"][tokens],
+                versions=VersionRuns.of(arrays["versions"][tokens]),
                 finish_reason=_ENDS[arrays["ends"][row]],
                 routed_experts=routed[row],
             )

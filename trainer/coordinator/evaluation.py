@@ -169,7 +169,7 @@ class Evaluator:
             whole = [response for response in generated.responses if _is_of_one_version(response)]
             repeated += len(generated.responses) - len(whole)
             responses += whole
-        texts = await decoded(responses, self._decode)
+        texts = await decoded(responses, self._decode, generated.server)
         async with asyncio.TaskGroup() as tasks:
             outcomes = [tasks.create_task(self._rewards.score(prompt, text)) for text in texts]
         values = [outcome.result() for outcome in outcomes]
@@ -178,13 +178,13 @@ class Evaluator:
             lengths=[len(response.token_ids) for response in responses],
             repeated=repeated,
             failed=sum(not isinstance(value, Scored) for value in values),
-            oldest_version=min(int(response.versions.min()) for response in responses),
-            version=max(int(response.versions.max()) for response in responses),
+            oldest_version=min(response.versions.oldest for response in responses),
+            version=max(response.versions.newest for response in responses),
         )
 
 
 def _is_of_one_version(response: Response) -> bool:
-    return bool(response.versions[0] == response.versions[-1])
+    return response.versions.oldest == response.versions.newest
 
 
 def _by_task(prompts: Sequence[Prompt], scores: Sequence[_Scores]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyppo_async.errors import CheckpointError
 from asyppo_async.trainer.coordinator.flat_arrays import flat, routed_of, routed_shapes
-from asyppo_async.types import FinishReason, Group, Prompt, Response, Trajectory
+from asyppo_async.types import FinishReason, Group, Prompt, Response, Trajectory, VersionRuns
 
 _REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
@@ -38,7 +38,7 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
         reasons=np.array([_REASONS.index(response.finish_reason) for response in responses], dtype=np.int8),
         token_ids=flat([response.token_ids for response in responses], np.int32),
         logprobs=flat([response.behaviour_logprobs for response in responses], np.float32),
-        versions=flat([response.versions for response in responses], np.int32),
+        versions=flat([response.versions.per_token() for response in responses], np.int32),
         routed_shapes=routed_shapes(routed),
         routed=flat(routed, np.int16),
     )
@@ -105,7 +105,7 @@ def _responses(arrays: Mapping[str, NDArray[Any]]) -> list[Response]:
             Response(
                 token_ids=arrays["token_ids"][tokens],
                 behaviour_logprobs=arrays["logprobs"][tokens],
-                versions=arrays["versions"][tokens],
+                versions=VersionRuns.of(arrays["versions"][tokens]),
                 finish_reason=_REASONS[arrays["reasons"][row]],
                 routed_experts=routed[row],
             )

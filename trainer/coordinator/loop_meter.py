@@ -67,10 +67,10 @@ class LoopMeter:
         if not self._pushed_s:
             return
         used = {
-            int(version)
+            version
             for group in batch.groups
             for trajectory in group.trajectories
-            for version in (trajectory.response.versions.min(), trajectory.response.versions.max())
+            for version in (trajectory.response.versions.oldest, trajectory.response.versions.newest)
         }
         now_s = time.monotonic()
         for version in used & self._pushed_s.keys():

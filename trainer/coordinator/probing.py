@@ -145,10 +145,10 @@ def plan_probe(
 def check_fresh(address: str, version: int, report: ProbeReport) -> None:
     """Refuse continuations that other weights than those on probation have sampled."""
     for response in report.sampled:
-        if bool((response.versions != version).any()):
+        if not response.versions.oldest == response.versions.newest == version:
             raise WeightSyncError(
                 f"server {address}, probe of version {version}: a continuation was sampled by versions "
-                f"{np.unique(response.versions).tolist()}"
+                f"{sorted({version for version, _ in response.versions.runs})}"
             )
 
 

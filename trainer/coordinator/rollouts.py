@@ -148,6 +148,7 @@ class Rollouts:
         with self._waits.waiting(f"group {draw.draw_id}", f"responses to prompt {prompt.id}"):
             try:
                 generated = await self._generate(draw, prompt, started_s + self._settings.group_deadline_s)
+                texts = await decoded(generated.responses, self._decode, generated.server)
             except ContractBroken as error:
                 # None of it can be trusted; another attempt, on whatever server, may be well.
                 self._lost.lose("garbled", f"prompt={prompt.id}: {error}", self._settings.group_size)
@@ -157,7 +158,7 @@ class Rollouts:
             if not generated.responses:
                 await self._fail(draw, reasons[0])
                 return
-            group = await self._reward(draw, prompt, generated, started_s)
+            group = await self._reward(draw, prompt, generated, texts, started_s)
         await self._finish(draw, group)
 
     async def _generate(self, draw: Draw, prompt: Prompt, deadline_at_s: float) -> Generated:
@@ -181,8 +182,9 @@ class Rollouts:
         self._core.record_tokens(draw, num_tokens)
         self._waits.progress()
 
-    async def _reward(self, draw: Draw, prompt: Prompt, generated: Generated, started_s: float) -> Group:
-        texts = await decoded(generated.responses, self._decode)
+    async def _reward(
+        self, draw: Draw, prompt: Prompt, generated: Generated, texts: Sequence[str], started_s: float
+    ) -> Group:
         async with asyncio.TaskGroup() as tasks:
             scores = [
                 tasks.create_task(self._score(prompt, response, text))
@@ -253,8 +255,8 @@ class Rollouts:
                     draw,
                     num_members=len(group.trajectories),
                     num_tokens=group.num_tokens,
-                    oldest_version=min(int(run.min()) for run in versions),
-                    newest_version=max(int(run.max()) for run in versions),
+                    oldest_version=min(run.oldest for run in versions),
+                    newest_version=max(run.newest for run in versions),
                     now_s=time.monotonic(),
                 )
                 if answer == "queued":
@@ -272,6 +274,15 @@ class Rollouts:
             self._changed.notify_all()
 
 
-async def decoded(responses: Sequence[Response], decode: Decode) -> list[str]:
-    """The texts of responses, made in a thread: those of one long group would hold the loop for too long."""
-    return await asyncio.to_thread(lambda: [decode(response.token_ids.tolist()) for response in responses])
+async def decoded(responses: Sequence[Response], decode: Decode, server: str) -> list[str]:
+    """The texts of responses, made in a thread: those of one long group would hold the loop for too long.
+
+    Raises:
+        ContractBroken: `server` sent a token that is none of the actor's.
+    """
+    try:
+        return await asyncio.to_thread(
+            lambda: [decode(response.token_ids.tolist()) for response in responses]
+        )
+    except ValueError as error:
+        raise ContractBroken(f"server {server}: breaks the contract: {error}") from error

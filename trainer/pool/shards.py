@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from asyppo_async.errors import ConfigError
-from asyppo_async.types import Float32Array, Int32Array, Prompt, Response, Trajectory
+from asyppo_async.types import Float32Array, Int32Array, Prompt, Response, Trajectory, VersionRuns
 
 FORMAT = "asyppo-pool-1"
 SUFFIX = ".safetensors"
@@ -72,7 +72,7 @@ def write_shard(path: Path, rows: Sequence[Pooled], vocabulary: Vocabulary) -> N
         "response_ids": np.concatenate([one.token_ids for one in responses]),
         "response_lengths": np.array([len(one.token_ids) for one in responses], np.int32),
         "logprobs": np.concatenate([one.behaviour_logprobs for one in responses]),
-        "versions": np.concatenate([one.versions for one in responses]),
+        "versions": np.concatenate([one.versions.per_token() for one in responses]),
         "rewards": np.array([one.reward for one in trajectories], np.float32),
         "truncated": np.array([one.finish_reason == "length" for one in responses], np.bool_),
         "sample_indices": np.array([one.sample_index for one in trajectories], np.int32),
@@ -167,7 +167,7 @@ class Shard:
             response=Response(
                 token_ids=self._file.get_slice("response_ids")[tokens],
                 behaviour_logprobs=cast(Float32Array, self._file.get_slice("logprobs")[tokens]),
-                versions=self._file.get_slice("versions")[tokens],
+                versions=VersionRuns.of(self._file.get_slice("versions")[tokens]),
                 finish_reason="length" if self._truncated[row] else "stop",
             ),
             reward=float(self._rewards[row]),

@@ -80,7 +80,7 @@ async def test_adapter_when_published_beside_requests_then_every_token_is_of_its
         told = await client.checksums(DEADLINE_S)
     assert max(scored.max, sampled.max) < FLOOR
     responses = [codec.response_of(each) for each in chunks]
-    assert {version for response in responses for version in response.versions.tolist()} == {0, 1}
+    assert {version for response in responses for version in response.versions.per_token().tolist()} == {0, 1}
     assert largest_gap(old, prompt, responses, 0) < FLOOR
     assert largest_gap(new, prompt, responses, 1) < FLOOR
     assert largest_gap(old, prompt, responses, 1) > 0.1, "the adapters differ"

@@ -68,7 +68,7 @@ async def requests_beside(client: FleetClient, run_id: str) -> AsyncIterator[lis
             ) as stream:
                 async for chunk in stream:
                     first.set()
-                    versions |= set(chunk.versions.tolist())
+                    versions |= set(chunk.versions.per_token().tolist())
             seen.append(versions)
 
     async with asyncio.TaskGroup() as tasks:
@@ -150,7 +150,7 @@ async def test_direct_when_it_breaks_after_its_begin_then_the_next_trainer_heals
             await _break(point, trainer)
             with pytest.raises(FleetUnavailable, match="weights unknown"):
                 async for chunk in stream:
-                    assert set(chunk.versions.tolist()) == {0}
+                    assert set(chunk.versions.per_token().tolist()) == {0}
     assert await state_of(client) == "weights_unknown"
     with pytest.raises(FleetMismatch, match="weights unknown"):
         await client.collect(call, DEADLINE_S, lambda _: None)

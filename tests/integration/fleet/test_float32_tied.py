@@ -20,7 +20,7 @@ from asyppo_async.rpc import codec
 from asyppo_async.rpc.calls import GenerateCall
 from asyppo_async.rpc.client import FleetClient
 from asyppo_async.rpc.codec import SampleTokens
-from asyppo_async.types import Int32Array, Response, SamplingParams
+from asyppo_async.types import Int32Array, Response, SamplingParams, VersionRuns
 from tests.integration.fleet.kept_sets import (
     outside_of_actor,
     sampling_of_preset,
@@ -82,7 +82,7 @@ def largest_gap(reference, prompt: Int32Array, responses: Sequence[Response], ve
     """Over the tokens of one version, between the server's log-probs and the reference's."""
     gaps = []
     for response in responses:
-        mine = response.versions == version
+        mine = response.versions.per_token() == version
         theirs = reference.response_logprobs(prompt, response)
         gaps.extend(np.abs(theirs - response.behaviour_logprobs)[mine].tolist())
     assert gaps, f"no token of version {version}"
@@ -120,7 +120,7 @@ async def test_generate_when_a_sample_goes_on_from_its_tokens_then_it_is_one_res
                 sample_index=index,
                 token_ids=response.token_ids[: 7 + 16 * index],
                 behaviour_logprobs=response.behaviour_logprobs[: 7 + 16 * index],
-                versions=response.versions[: 7 + 16 * index],
+                versions=VersionRuns.of(response.versions.per_token()[: 7 + 16 * index]),
                 finish_reason=None,
             )
             for index, response in enumerate(whole[:3])
@@ -177,8 +177,8 @@ async def test_update_when_requests_run_then_every_token_has_its_versions_logpro
     responses = [codec.response_of(each) for each in chunks]
     for response in responses:
         assert len(response.token_ids) == 900
-        assert set(response.versions.tolist()) == {0, 1}
-        assert (response.versions == 0).sum() >= 50
+        assert set(response.versions.per_token().tolist()) == {0, 1}
+        assert (response.versions.per_token() == 0).sum() >= 50
     assert largest_gap(old, prompt, responses, 0) < IN_FLIGHT_TOLERANCE
     assert largest_gap(new, prompt, responses, 1) < IN_FLIGHT_TOLERANCE
     assert largest_gap(old, prompt, responses, 1) > 0.1  # the update did change the weights
@@ -210,10 +210,12 @@ async def test_update_when_requests_wait_then_they_begin_without_old_kv(
                 await asyncio.sleep(0.01)
             await trainer.probe(1)
             await client.weights.verdict(1, 1, True, DEADLINE_S)
-    assert {version for response in waiting.result() for version in response.versions.tolist()} == {1}
+    assert {
+        version for response in waiting.result() for version in response.versions.per_token().tolist()
+    } == {1}
     assert largest_gap(trainer.reference, prompt, waiting.result(), 1) < IN_FLIGHT_TOLERANCE
     for response in running.result():
-        assert (np.diff(response.versions) >= 0).all()
+        assert (np.diff(response.versions.per_token()) >= 0).all()
 
 
 async def test_generate_when_an_interval_takes_long_then_its_tokens_do_not_wait_for_it(client) -> None:
@@ -423,7 +425,7 @@ async def test_trainer_when_killed_in_mid_transfer_then_the_old_version_serves(
             process.send_signal(signal.SIGKILL)
             await process.wait()
             responses = [chunk async for chunk in stream]
-        assert {version for chunk in responses for version in chunk.versions.tolist()} == {2}
+        assert {version for chunk in responses for version in chunk.versions.per_token().tolist()} == {2}
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -450,7 +452,7 @@ async def test_verdict_when_failed_then_running_requests_end_and_a_repeat_heals(
             await client.weights.verdict(1, 1, False, DEADLINE_S)
             with pytest.raises(FleetUnavailable, match="version 1 failed its probe"):
                 async for chunk in stream:
-                    assert set(chunk.versions.tolist()) == {0}
+                    assert set(chunk.versions.per_token().tolist()) == {0}
         assert (await client.info(DEADLINE_S)).state == "weights_unknown"
         scored, _ = await trainer.publish(1)
         assert scored.max < FLOOR

@@ -17,6 +17,7 @@ from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.rpc.dispatch import Dispatcher
 from asyppo_async.rpc.member import Member
 from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
+from asyppo_async.types import VersionRuns
 
 DEADLINE_S = 20.0
 SLOW = Script(delta_delay_s=0.02)
@@ -27,7 +28,7 @@ def begun(sample_index: int, num_tokens: int) -> SampleTokens:
         sample_index=sample_index,
         token_ids=np.full(num_tokens, 7, np.int32),
         behaviour_logprobs=np.full(num_tokens, -1.0, np.float32),
-        versions=np.zeros(num_tokens, np.int32),
+        versions=VersionRuns(((0, num_tokens),)),
         finish_reason=None,
     )
 

@@ -22,7 +22,7 @@ from asyppo_async.trainer.coordinator.draws import DrawRecord, Totals
 from asyppo_async.trainer.coordinator.memory import StepMemory
 from asyppo_async.trainer.coordinator.prompt_table import PromptTable
 from asyppo_async.trainer.coordinator.selection import SelectingSampler, open_selection
-from asyppo_async.types import FinishReason, Group, Prompt, Response, SamplingParams, Trajectory
+from asyppo_async.types import FinishReason, Group, Prompt, Response, SamplingParams, Trajectory, VersionRuns
 
 PROMPTS = {
     f"p{index}": Prompt(id=f"p{index}", task="t", text="?", token_ids=(1, 2, 3), answer="1")
@@ -42,7 +42,7 @@ def response(length: int, *, routed: bool) -> Response:
         behaviour_logprobs=np.where(np.arange(length) == 1, -np.inf, -random.random(length)).astype(
             np.float32
         ),
-        versions=np.sort(random.integers(0, 5, length)).astype(np.int32),
+        versions=VersionRuns.of(np.sort(random.integers(0, 5, length))),
         finish_reason="stop" if length % 2 else "length",
         routed_experts=random.integers(0, 8, (length + 2, 3, 2)).astype(np.int16) if routed else None,
     )
@@ -123,7 +123,8 @@ def same_group(one: Group, other: Group, later_s: float) -> None:
             theirs.server,
         )
         assert mine.response.finish_reason == theirs.response.finish_reason
-        for name in ("token_ids", "behaviour_logprobs", "versions", "routed_experts"):
+        assert mine.response.versions == theirs.response.versions
+        for name in ("token_ids", "behaviour_logprobs", "routed_experts"):
             array, again = getattr(mine.response, name), getattr(theirs.response, name)
             assert (array is None) == (again is None)
             if array is not None:
@@ -137,7 +138,7 @@ def chunk(sample_index: int, length: int, finish_reason: FinishReason | None, **
         sample_index=sample_index,
         token_ids=whole.token_ids,
         behaviour_logprobs=whole.behaviour_logprobs,
-        versions=np.full(length, 3 + length, dtype=np.int32),
+        versions=VersionRuns(((3 + length, length),)),
         finish_reason=finish_reason,
         routed_experts=whole.routed_experts if finish_reason else None,
         **more,  # type: ignore[arg-type]
@@ -157,7 +158,7 @@ def test_cut_with_begun_groups_goes_on_from_every_token_that_had_come(tmp_path: 
     write_cut(tmp_path, cut, prompts_crc32=crc32_of(PROMPTS), tally="")
     restored = read_cut(tmp_path, PROMPTS, SAMPLING, 0.0).begun
     assert [(each.sample_index, each.finish_reason) for each in restored[3]] == [(0, "stop"), (2, None)]
-    assert [each.versions.tolist() for each in restored[3]] == [[5, 5, 7, 7, 7, 7], [6, 6, 6]]
+    assert [each.versions.per_token().tolist() for each in restored[3]] == [[5, 5, 7, 7, 7, 7], [6, 6, 6]]
     assert list(restored) == [3, 6]
     for name in ("token_ids", "behaviour_logprobs"):
         whole = np.concatenate([getattr(response(length, routed=True), name) for length in (2, 4)])

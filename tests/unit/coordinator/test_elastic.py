@@ -103,7 +103,7 @@ async def test_publication_when_a_server_is_gone_then_the_others_get_the_same_ve
             assert time.monotonic() - started_s < 2 * SETTINGS.min_deadline_s
             assert [server.address for server in publication.servers] == [first.address, third.address]
             assert fleet.state.is_lost(second.address) and fleet.state.served_version == 1
-            assert {int(v) for r in (await group(fleet)).responses for v in r.versions} == {1}
+            assert {int(v) for r in (await group(fleet)).responses for v in r.versions.per_token()} == {1}
 
 
 async def test_publication_when_a_server_dies_at_its_commit_then_the_others_are_healed_by_a_repeat(
@@ -119,7 +119,7 @@ async def test_publication_when_a_server_dies_at_its_commit_then_the_others_are_
             second.stop.received.set()
             publication = await publisher.publish(1)
             assert [server.address for server in publication.servers] == [first.address]
-            versions = [int(v) for r in (await generating).responses for v in r.versions]
+            versions = [int(v) for r in (await generating).responses for v in r.versions.per_token()]
             assert set(versions) <= {0, 1}, "what was cut off by the failed update went on"
 
 

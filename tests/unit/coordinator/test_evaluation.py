@@ -14,7 +14,7 @@ from asyppo_async.trainer.coordinator.generated import Generated
 from asyppo_async.trainer.coordinator.pinning import Pinning
 from asyppo_async.trainer.coordinator.rewards import RewardPool
 from asyppo_async.trainer.coordinator.waits import Waits
-from asyppo_async.types import Prompt, Response, SamplingParams
+from asyppo_async.types import Prompt, Response, SamplingParams, VersionRuns
 
 CHARACTERS = "0123456789+=,#"
 
@@ -62,8 +62,10 @@ class ScriptedFleet:
         for index in range(num_samples):
             text = "1,3,6,10#10" if index % 2 == 0 or sampling.temperature == 0 else "1,3,6,10#11"
             ids = np.array([CHARACTERS.index(character) for character in text], dtype=np.int32)
-            versions = np.full(len(ids), 4 if len(self.calls) <= self.old_calls else 5, dtype=np.int32)
-            versions[: 3 if crossing else 0] = 4
+            newest = 4 if len(self.calls) <= self.old_calls else 5
+            versions = VersionRuns.of(
+                [4] * 3 + [newest] * (len(ids) - 3) if crossing else [newest] * len(ids)
+            )
             logprobs = np.zeros(len(ids), dtype=np.float32)
             responses.append(
                 Response(token_ids=ids, behaviour_logprobs=logprobs, versions=versions, finish_reason="stop")

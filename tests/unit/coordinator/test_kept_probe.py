@@ -6,7 +6,7 @@ import pytest
 from asyppo_async.rpc.calls import ProbeReport
 from asyppo_async.trainer.coordinator.probing import combined, gaps_of, plan_probe
 from asyppo_async.trainer.worker.messages import ActorForwardResult
-from asyppo_async.types import Response, SamplingParams
+from asyppo_async.types import Response, SamplingParams, VersionRuns
 
 SAMPLING = SamplingParams(
     temperature=0.99, top_p=0.99, top_k=100, min_tokens=0, max_tokens=8, stop_token_ids=(1,)
@@ -17,7 +17,7 @@ def report_of(logprobs: list[float]) -> ProbeReport:
     response = Response(
         token_ids=np.arange(3, dtype=np.int32),
         behaviour_logprobs=np.array(logprobs, dtype=np.float32),
-        versions=np.zeros(3, dtype=np.int32),
+        versions=VersionRuns(((0, 3),)),
         finish_reason="stop",
     )
     return ProbeReport(fixed_logprobs=(np.array([-1.0], dtype=np.float32),), sampled=(response,), probe_s=0.0)

@@ -39,7 +39,7 @@ from asyppo_async.trainer.worker.messages import (
     CriticTrain,
     TrainResult,
 )
-from asyppo_async.types import Prompt, SamplingParams
+from asyppo_async.types import Prompt, SamplingParams, VersionRuns
 from tests.unit.coordinator.test_step import update
 
 STEPS = 12
@@ -97,7 +97,7 @@ def token(sample_index: int, position: int, version: int) -> SampleTokens:
         sample_index=sample_index,
         token_ids=np.array([3 - position], dtype=np.int32),
         behaviour_logprobs=np.full(1, -0.5, dtype=np.float32),
-        versions=np.array([version], dtype=np.int32),
+        versions=VersionRuns(((version, 1),)),
         finish_reason="stop" if position == 3 else None,
     )
 
@@ -337,3 +337,25 @@ async def test_group_when_no_member_returns_is_tried_again_and_then_dropped(rewa
     counts = made.core.counts()
     assert counts.dropped_by_reason == {"deadline": counts.dropped} and counts.dropped >= 6
     assert counts.returned_by_reason["deadline"] >= counts.dropped, "each had its second try"
+
+
+@pytest.mark.report("P34")
+async def test_group_when_a_token_is_none_of_the_actors_is_tried_again_as_a_whole(
+    rewards: RewardPool,
+) -> None:
+    """Known where texts are made: the client of a server does not know the vocabulary."""
+    num_refused = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_refused
+        if num_refused < 2:
+            num_refused += 1
+            raise ValueError("token id 17 is not in the actor's vocabulary of 17")
+        return "3#3"
+
+    run = world(config_with("run.num_steps=3"), rewards, ScriptedFleet(random.Random(0)), decode=decode)
+    await run.run(asyncio.Event())
+    assert run.core.finished and len(run.records) == 3
+    group_size = len(run.records[0].result.batch.groups[0].trajectories)
+    assert run.rollouts.lost_members == {"garbled": 2 * group_size}
+    assert run.core.counts().returned_by_reason == {"garbled": 2}

@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from asyppo_async.trainer.coordinator import loop_meter
 from asyppo_async.trainer.coordinator.loop_meter import IdleClock, LoopMeter
 from asyppo_async.trainer.coordinator.waits import LoopLag
+from asyppo_async.types import VersionRuns
 
 
 class Clock:
@@ -46,7 +46,7 @@ def test_idle_clock_counts_only_what_nothing_covers(clock: Clock) -> None:
 
 
 def a_batch(*versions: list[int]) -> Any:
-    responses = [SimpleNamespace(versions=np.array(own)) for own in versions]
+    responses = [SimpleNamespace(versions=VersionRuns.of(own)) for own in versions]
     trajectories = [SimpleNamespace(response=response) for response in responses]
     return SimpleNamespace(groups=[SimpleNamespace(trajectories=trajectories)])
 

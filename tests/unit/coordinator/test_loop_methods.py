@@ -35,7 +35,7 @@ from asyppo_async.trainer.worker.messages import (
     CriticForward,
     CriticForwardResult,
 )
-from asyppo_async.types import FinishReason, Group, Prompt, Response
+from asyppo_async.types import FinishReason, Group, Prompt, Response, VersionRuns
 from tests.unit.coordinator.test_loop import SAMPLING, ScriptedFleet, ScriptedGroup, ScriptedPublisher
 
 STEPS = 6
@@ -83,7 +83,7 @@ async def test_response_at_maximum_length_is_wrong_unless_its_text_is_to_be_scor
     response = Response(
         token_ids=np.array([3], dtype=np.int32),
         behaviour_logprobs=np.array([-0.5], dtype=np.float32),
-        versions=np.array([0], dtype=np.int32),
+        versions=VersionRuns(((0, 1),)),
         finish_reason=reason,
     )
     assert await rollouts._score(prompt, response, "3#3") == reward

@@ -35,7 +35,7 @@ async def served_by(source: Fleet | Pin) -> tuple[str, set[int]]:
     if isinstance(source, Fleet):
         asked["on_server"] = lambda _: None
     generated = await source.generate(PROMPT, **asked)
-    versions = {int(version) for response in generated.responses for version in response.versions}
+    versions = {version for response in generated.responses for version, _ in response.versions.runs}
     return generated.server, versions
 
 

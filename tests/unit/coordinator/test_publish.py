@@ -24,7 +24,7 @@ from asyppo_async.trainer.coordinator.embedded_fleet import child_server
 from asyppo_async.trainer.coordinator.generated import Generated
 from asyppo_async.trainer.coordinator.membership import Fleet, RunIdentity
 from asyppo_async.trainer.coordinator.publish import Publisher, open_publisher
-from asyppo_async.types import FinishReason, Prompt, Response
+from asyppo_async.types import FinishReason, Prompt, Response, VersionRuns
 from asyppo_async.weights.manifest import TensorSpec
 from tests.unit.coordinator.publish_fleet import (
     RUN,
@@ -103,7 +103,7 @@ async def test_publish_when_all_agree_then_every_server_serves_it_and_the_floor_
             info = await member.client.info(5.0)
             assert (info.state, info.served_version) == ("serving", 1)
             assert (info.run_id, info.incarnation) == ("run", 1)
-        assert (await one_response(fleet)).versions.tolist() == [1] * 64
+        assert (await one_response(fleet)).versions.per_token().tolist() == [1] * 64
     assert sender.seen[-1] == "close"
 
 
@@ -177,7 +177,7 @@ async def test_publish_when_one_probe_fails_then_a_complete_repeat_heals_it(tmp_
         assert published.attempts == 2
         assert sender.seen.count("send 1") == 2
         assert published.mean_gap < 1e-6
-        assert (await one_response(fleet)).versions.tolist() == [1] * 64
+        assert (await one_response(fleet)).versions.per_token().tolist() == [1] * 64
 
 
 async def test_publish_when_both_probes_fail_then_server_phase_and_gap_are_named(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ async def test_publish_when_one_of_two_fails_then_the_other_gets_the_version_at_
         assert time.monotonic() - began_s < 2 * SETTINGS.min_deadline_s
         assert [server.address for server in published.servers] == [started[0].address]
         assert fleet.state.is_lost(started[1].address) and fleet.num_lost == 1
-        assert (await one_response(fleet)).versions.tolist() == [1] * 64
+        assert (await one_response(fleet)).versions.per_token().tolist() == [1] * 64
         if point == "load":
             async with asyncio.timeout(10):
                 while fleet.state.is_lost(started[1].address):  # noqa: ASYNC110
@@ -295,7 +295,7 @@ async def test_publish_when_a_staged_checksum_differs_in_the_engine_then_the_old
         started[0].engine.faults["verify"] = "bytes differ"
         with pytest.raises(WeightSyncError, match=r"phase commit: .*bytes differ.* \[DATA_LOSS\]"):
             await publisher.publish(1)
-        assert (await one_response(fleet, fleet.members[0])).versions.tolist() == [0] * 64
+        assert (await one_response(fleet, fleet.members[0])).versions.per_token().tolist() == [0] * 64
         assert fleet.current == (), "the trainer does not rely on it before a complete publication"
 
 
@@ -311,7 +311,7 @@ async def test_publish_when_other_bytes_arrive_then_the_tensor_is_named_and_noth
             r"first is model\.embed_tokens\.weight",
         ):
             await publisher.publish(1)
-        assert (await one_response(fleet)).versions.tolist() == [0] * 64
+        assert (await one_response(fleet)).versions.per_token().tolist() == [0] * 64
 
 
 async def test_publish_when_the_sender_fails_then_its_words_come_in_seconds(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ async def test_publish_when_the_sender_fails_then_its_words_come_in_seconds(tmp_
         with pytest.raises(WeightSyncError, match="version 1: phase stage: rank 0 of the actor died"):
             await publisher.publish(1)
         assert time.monotonic() - started_s < 4
-        assert (await one_response(fleet)).versions.tolist() == [0] * 64
+        assert (await one_response(fleet)).versions.per_token().tolist() == [0] * 64
 
 
 async def test_publish_when_its_only_server_is_gone_then_it_is_named(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ async def test_open_publisher_when_a_dead_trainer_left_a_load_then_it_waits_for_
         async with resumed as servers, opened(sender, servers, SETTINGS) as publisher:
             assert publisher.first is not None and len(publisher.first.servers) == 2
             assert servers.num_lost == 0
-            assert (await one_response(servers)).versions.tolist() == [0] * 64
+            assert (await one_response(servers)).versions.per_token().tolist() == [0] * 64
 
 
 async def test_open_publisher_when_the_tensors_differ_then_both_sides_are_listed(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ async def test_set_version_when_no_byte_changed_then_tokens_carry_the_new_number
         await publisher.set_version(3)
         assert "send 3" not in sender.seen
         response = await one_response(fleet)
-        assert response.versions.tolist() == [3] * 64
+        assert response.versions.per_token().tolist() == [3] * 64
         assert response.behaviour_logprobs[0] == np.float32(-2.0)  # still the first load
         with pytest.raises(WeightSyncError, match="set version"):
             await publisher.set_version(2)
@@ -403,7 +403,7 @@ async def test_publish_when_responses_are_in_flight_then_they_carry_both_version
             responding = tasks.create_task(generate())
             await asyncio.wait_for(arrived.wait(), 5.0)
             await publisher.publish(1)
-        versions = (await responding).versions.tolist()
+        versions = (await responding).versions.per_token().tolist()
         assert versions == sorted(versions)
         assert len(versions) == 64
 
@@ -430,7 +430,7 @@ async def test_generate_when_a_resumed_run_has_tokens_then_only_the_rest_is_aske
             )
 
         responses = (await generate()).responses
-        assert [response.versions.tolist() for response in responses] == [
+        assert [response.versions.per_token().tolist() for response in responses] == [
             [0] * 64,
             [0] * 10 + [1] * 54,
             [1] * 64,
@@ -438,7 +438,7 @@ async def test_generate_when_a_resumed_run_has_tokens_then_only_the_rest_is_aske
         assert [response.behaviour_logprobs[9] for response in responses[:2]] == [-0.5, -0.5]
         assert sorted(map(len, started[0].engine.prompts[asked:])) == [2, 12]
         assert counts[0] > 74 and counts[-1] == parts.num_tokens == 3 * 64
-        assert (await generate()).responses[1].versions.tolist() == [0] * 10 + [1] * 54
+        assert (await generate()).responses[1].versions.per_token().tolist() == [0] * 10 + [1] * 54
         assert len(started[0].engine.prompts) == asked + 2, "nothing was left to ask for"
 
 
@@ -448,7 +448,7 @@ def begun(sample_index: int, num_tokens: int, finish_reason: FinishReason | None
         sample_index=sample_index,
         token_ids=np.full(num_tokens, 9, dtype=np.int32),
         behaviour_logprobs=np.full(num_tokens, -0.5, dtype=np.float32),
-        versions=np.zeros(num_tokens, dtype=np.int32),
+        versions=VersionRuns(((0, num_tokens),)),
         finish_reason=finish_reason,
     )
 

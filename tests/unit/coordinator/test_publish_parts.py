@@ -24,7 +24,7 @@ from asyppo_async.trainer.coordinator.probing import (
 )
 from asyppo_async.trainer.coordinator.publication import bound_from
 from asyppo_async.trainer.worker.messages import ActorForwardResult
-from asyppo_async.types import Response, SamplingParams
+from asyppo_async.types import Response, SamplingParams, VersionRuns
 from asyppo_async.weights.probe import ProbeGap
 
 SAMPLING = SamplingParams(
@@ -173,7 +173,7 @@ def response(*logprobs: float, version: int = 3) -> Response:
     return Response(
         token_ids=np.arange(count, dtype=np.int32),
         behaviour_logprobs=np.array(logprobs, np.float32),
-        versions=np.full(count, version, np.int32),
+        versions=VersionRuns(((version, count),)),
         finish_reason="length",
     )
 

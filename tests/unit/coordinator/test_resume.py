@@ -232,7 +232,8 @@ async def test_run_when_stopped_goes_on_with_the_tokens_that_had_come(
         kept = {} if life.restored is None else begun_samples(life.core, life.restored)
         life.fleet = ScriptedFleet(random.Random(seed), version=life.core.version)
         stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.03, stop.set)
+        # Longer from life to life, so that a slow machine comes to the end as well.
+        asyncio.get_running_loop().call_later(0.03 + 0.005 * seed, stop.set)
         await life.run(stop)
         in_flight = sum(len(sample.token_ids) for samples in kept.values() for sample in samples)
         assert life.fleet.begun_tokens == in_flight, "what had come is not asked for again"

@@ -14,7 +14,7 @@ from asyppo_async.trainer.coordinator.rewards import RewardPool
 from asyppo_async.trainer.coordinator.saver import Saver
 from asyppo_async.trainer.coordinator.waits import LoopLag, Waits, watch
 from asyppo_async.trainer.run_folder import RunFolder
-from asyppo_async.types import Group, Prompt, Response, Trajectory
+from asyppo_async.types import Group, Prompt, Response, Trajectory, VersionRuns
 from tests.unit.coordinator.test_cut import a_cut
 from tests.unit.coordinator.test_loop import ScriptedFleet, rewards
 from tests.unit.coordinator.test_resume import Life, born, config_in
@@ -62,7 +62,7 @@ def long_group(draw_id: int, num_tokens: int) -> Group:
     response = Response(
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         behaviour_logprobs=np.zeros(num_tokens, dtype=np.float32),
-        versions=np.zeros(num_tokens, dtype=np.int32),
+        versions=VersionRuns(((0, num_tokens),)),
         finish_reason="length",
     )
     member = Trajectory(

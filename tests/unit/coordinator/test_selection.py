@@ -20,7 +20,7 @@ from asyppo_async.trainer.coordinator.sampler import EpochSampler
 from asyppo_async.trainer.coordinator.selection import SelectingSampler, open_selection
 from asyppo_async.trainer.coordinator.waits import Waits
 from asyppo_async.trainer.run_core import decision_settings
-from asyppo_async.types import Prompt, Response, SamplingParams
+from asyppo_async.types import Prompt, Response, SamplingParams, VersionRuns
 from tests.unit.coordinator.worked_batch import make_group
 
 IDS = [f"p{index}" for index in range(10)]
@@ -203,7 +203,7 @@ class AlternatingGenerator:
                 Response(
                     token_ids=np.array([1 if same or index == 0 else 0], dtype=np.int32),
                     behaviour_logprobs=np.array([-0.5], dtype=np.float32),
-                    versions=np.zeros(1, dtype=np.int32),
+                    versions=VersionRuns(((0, 1),)),
                     finish_reason="stop",
                 )
                 for index in range(num_samples)

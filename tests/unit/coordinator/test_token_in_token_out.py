@@ -18,7 +18,7 @@ from asyppo_async.trainer.worker.messages import (
     CriticForward,
     CriticForwardResult,
 )
-from asyppo_async.types import Prompt, Response, SamplingParams
+from asyppo_async.types import Prompt, Response, SamplingParams, VersionRuns
 from tests.unit.coordinator.test_loop import ScriptedFleet, ScriptedGroup, config_with, rewards, world
 
 __all__ = ["rewards"]
@@ -48,7 +48,7 @@ class SplittingFleet(ScriptedFleet):
         response = Response(
             token_ids=np.array([IDS["he"], IDS["llo"]], dtype=np.int32),
             behaviour_logprobs=np.full(2, -0.5, dtype=np.float32),
-            versions=np.full(2, self.version, dtype=np.int32),
+            versions=VersionRuns(((self.version, 2),)),
             finish_reason="stop",
         )
         return Generated(responses=(response,) * num_samples, server="scripted")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from asyppo_async.types import Group, Prompt, Response, Trajectory
+from asyppo_async.types import Group, Prompt, Response, Trajectory, VersionRuns
 
 LENGTHS = [3, 2, 4, 1]
 REWARDS = [1.0, -1.0, 1.0, -1.0]
@@ -39,7 +39,7 @@ def make_group(
             response=Response(
                 token_ids=np.arange(length, dtype=np.int32),
                 behaviour_logprobs=flat_logprobs[bounds[index] : bounds[index + 1]],
-                versions=flat_versions[bounds[index] : bounds[index + 1]],
+                versions=VersionRuns.of(flat_versions[bounds[index] : bounds[index + 1]]),
                 finish_reason="stop",
             ),
             reward=reward,

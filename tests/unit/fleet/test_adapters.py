@@ -29,7 +29,7 @@ async def test_adapter_when_published_then_it_is_a_version_as_any_other(serving,
         assert await state_of(server) == ("serving", "run", 1)
         (response,) = await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
         told = await server.client.checksums(DEADLINE_S)
-    assert set(response.versions.tolist()) == {1}
+    assert set(response.versions.per_token().tolist()) == {1}
     assert told is not None and list(told.tensors) == [spec.name for spec in ADAPTER.tensors]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from asyppo_async.errors import FleetMismatch, FleetUnavailable, WeightSyncError
 from asyppo_async.fleet.engine.scripted import MIXTURE, Script
+from asyppo_async.types import VersionRuns
 from asyppo_async.weights.buckets import plan_buckets
 from asyppo_async.weights.transfer import send_tensors
 from tests.unit.fleet.conftest import BUCKET_BYTES
@@ -42,7 +43,7 @@ async def test_direct_publication_when_samples_run_then_they_go_on_and_never_sho
         once = ["pause", "begin", "received", "finish", "resume"]
         assert steps == ["join", *once, *once]
         logprobs = np.concatenate([chunk.behaviour_logprobs for chunk in chunks])
-        versions = np.concatenate([chunk.versions for chunk in chunks])
+        versions = VersionRuns.joined([chunk.versions for chunk in chunks]).per_token()
         assert len(versions) == 100 and set(versions.tolist()) == {1, 2}
         np.testing.assert_allclose(-logprobs - 1 - np.arange(100) / 1000, versions, atol=1e-4)
         assert await state_of(server) == ("serving", 2)
@@ -63,7 +64,9 @@ async def test_direct_publication_when_it_fails_after_its_begin_then_unknown_unt
                 words = await _fail_at(point, server, trainer)
                 with pytest.raises(FleetUnavailable, match=words):
                     async for chunk in stream:
-                        assert (chunk.behaviour_logprobs > -MIXTURE).all() and set(chunk.versions) == {1}
+                        assert (chunk.behaviour_logprobs > -MIXTURE).all() and set(
+                            chunk.versions.per_token()
+                        ) == {1}
             assert await state_of(server) == ("weights_unknown", -1)
             assert await server.client.checksums(DEADLINE_S) is None
             with pytest.raises(FleetMismatch, match="weights unknown"):
@@ -72,7 +75,7 @@ async def test_direct_publication_when_it_fails_after_its_begin_then_unknown_unt
             await trainer.publish(2)
         assert await state_of(server) == ("serving", 2)
         (response,) = await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
-        assert set(response.versions.tolist()) == {2}
+        assert set(response.versions.per_token().tolist()) == {2}
 
 
 async def _fail_at(point: str, server, trainer) -> str:
@@ -120,7 +123,7 @@ async def test_trainer_when_it_is_gone_then_the_update_is_reset_and_the_next_one
                 await asyncio.sleep(0.05)
         if keeps:
             (response,) = await server.client.collect(draw("run", max_tokens=4), DEADLINE_S, lambda _: None)
-            assert set(response.versions.tolist()) == {1}
+            assert set(response.versions.per_token().tolist()) == {1}
         if way == "direct" and point == "finish":
             assert "abort update" in server.engine.seen, (
                 "the engine has left the update, or the next cannot begin"

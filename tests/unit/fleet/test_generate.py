@@ -7,6 +7,7 @@ from asyppo_async.errors import FleetMismatch, FleetOverloaded, FleetUnavailable
 from asyppo_async.fleet.engine.scripted import Script
 from asyppo_async.rpc.calls import GenerateCall, ResponseParts
 from asyppo_async.rpc.codec import SampleTokens
+from asyppo_async.types import VersionRuns
 
 DEADLINE_S = 20.0
 
@@ -20,7 +21,7 @@ async def test_generate_when_several_samples_then_all_arrive_whole(serving, draw
     for response in responses:
         assert response.token_ids.tolist() == expected.tolist()
         np.testing.assert_allclose(response.behaviour_logprobs, -(1 + np.arange(10) / 1000), rtol=1e-6)
-        assert response.versions.tolist() == [0] * 10
+        assert response.versions.per_token().tolist() == [0] * 10
         assert response.finish_reason == "length"
 
 
@@ -88,7 +89,7 @@ async def test_generate_when_client_leaves_then_engine_request_is_aborted(servin
         ({"num_samples": 0}, "num_samples is 1 to 1024"),
         ({"prompt_token_ids": []}, "at least one token"),
         ({"prompt_token_ids": [64]}, "token id 64 is not in the vocabulary of 64"),
-        ({"prompt_token_ids": [-1]}, "not negative"),
+        ({"prompt_token_ids": [-1]}, "-1 is not in the vocabulary"),
         ({"prompt_token_ids": [1] * 512}, "leaves no room"),
         ({"temperature": 0.001}, "temperature is 0 or at least 0.01"),
         ({"max_tokens": 0}, "max_tokens is at least 1"),
@@ -139,7 +140,7 @@ async def test_generate_when_samples_have_begun_elsewhere_then_each_goes_on_from
         sample_index=1,
         token_ids=np.array([12, 19, 26], dtype=np.int32),
         behaviour_logprobs=np.array([-1.0, -1.1, -1.2], dtype=np.float32),
-        versions=np.array([3, 3, 4], dtype=np.int32),
+        versions=VersionRuns(((3, 2), (4, 1))),
         finish_reason=None,
     )
     counts: list[int] = []
@@ -147,9 +148,9 @@ async def test_generate_when_samples_have_begun_elsewhere_then_each_goes_on_from
         await weights.publish(5)
         call = draw(run_id="run", num_samples=2, max_tokens=10, begun=(begun,))
         anew, gone_on = await server.client.collect(call, DEADLINE_S, counts.append)
-        assert anew.versions.tolist() == [5] * 10
+        assert anew.versions.per_token().tolist() == [5] * 10
         assert gone_on.token_ids[:3].tolist() == [12, 19, 26] and len(gone_on.token_ids) == 10
-        assert gone_on.versions.tolist() == [3, 3, 4] + [5] * 7
+        assert gone_on.versions.per_token().tolist() == [3, 3, 4] + [5] * 7
         np.testing.assert_allclose(gone_on.behaviour_logprobs[:3], [-1.0, -1.1, -1.2], rtol=1e-6)
         assert counts[-1] == 20, "the tokens that were there count"
         assert sorted(server.engine.prompts[-2:]) == [[3, 4, 5], [3, 4, 5, 12, 19, 26]]
@@ -192,7 +193,7 @@ async def test_generate_when_a_begun_sample_is_wrong_then_rejected_with_reason(
         sample_index=index,
         token_ids=np.array(token_ids, dtype=np.int32),
         behaviour_logprobs=np.zeros(len(token_ids), dtype=np.float32),
-        versions=np.zeros(len(token_ids), dtype=np.int32),
+        versions=VersionRuns.of([0] * len(token_ids)),
         finish_reason=None,
     )
     async with serving() as server:

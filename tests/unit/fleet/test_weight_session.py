@@ -44,14 +44,14 @@ async def test_publication_when_all_goes_well_then_the_run_is_served(serving, se
         assert await state_of(server) == ("updating", "", 0)
         probe = await trainer.probe(3)
         assert probe.fixed_logprobs[0].tolist() == [-2.0] * 4
-        assert probe.sampled[0].versions.tolist() == [3] * 8
+        assert probe.sampled[0].versions.per_token().tolist() == [3] * 8
         await server.client.weights.verdict(1, 3, True, DEADLINE_S)
         assert await state_of(server) == ("serving", "run", 3)
         (response,) = await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
-        assert set(response.versions.tolist()) == {3}
+        assert set(response.versions.per_token().tolist()) == {3}
         await server.client.weights.set_version(1, 4, DEADLINE_S)
         (response,) = await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
-        assert set(response.versions.tolist()) == {4}
+        assert set(response.versions.per_token().tolist()) == {4}
         assert await state_of(server) == ("serving", "run", 4)
         await server.client.weights.close_session(1, DEADLINE_S)
         assert await state_of(server) == ("serving", "run", 4)
@@ -83,11 +83,11 @@ async def test_commit_when_samples_run_then_new_tokens_are_withheld_until_the_ve
             assert num_seen == num_released
             await server.client.weights.verdict(1, 2, True, DEADLINE_S)
         (response,) = collecting.result()
-    boundary = int((response.versions == 1).sum())
+    boundary = int((response.versions.per_token() == 1).sum())
     assert boundary == num_released
-    assert (response.versions[boundary:] == 2).all()
+    assert (response.versions.per_token()[boundary:] == 2).all()
     loads = -response.behaviour_logprobs - 1 - np.arange(300) / 1000
-    np.testing.assert_allclose(loads, response.versions, atol=1e-4)
+    np.testing.assert_allclose(loads, response.versions.per_token(), atol=1e-4)
 
 
 async def test_commit_when_the_same_version_is_sent_again_then_it_is_on_probation_too(
@@ -118,7 +118,7 @@ async def test_verdict_when_failed_then_withheld_tokens_are_discarded(serving, s
             versions = set()
             with pytest.raises(FleetUnavailable, match="version 2 failed its probe"):
                 async for chunk in stream:
-                    versions.update(chunk.versions.tolist())
+                    versions.update(chunk.versions.per_token().tolist())
         assert versions <= {1}
         await until(lambda: not server.engine.running_ids)
         assert await state_of(server) == ("weights_unknown", "", -1)
@@ -126,7 +126,7 @@ async def test_verdict_when_failed_then_withheld_tokens_are_discarded(serving, s
             await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
         await trainer.publish(2)
         (response,) = await server.client.collect(draw("run"), DEADLINE_S, lambda _: None)
-        assert set(response.versions.tolist()) == {2}
+        assert set(response.versions.per_token().tolist()) == {2}
 
 
 async def test_commit_when_a_sample_has_not_begun_then_it_begins_under_the_new_weights(
@@ -148,7 +148,7 @@ async def test_commit_when_a_sample_has_not_begun_then_it_begins_under_the_new_w
     assert {line.split()[2] for line in before} == {"load-1"}
     assert [line.split()[2] for line in again] == ["load-2", "load-2"]
     for response in collecting.result():
-        assert set(response.versions.tolist()) == {2}
+        assert set(response.versions.per_token().tolist()) == {2}
 
 
 @pytest.mark.report("P19")
@@ -297,7 +297,7 @@ async def test_open_when_a_second_run_publishes_then_calls_of_the_first_end(serv
             await trainer.publish(0)
             with pytest.raises(FleetUnavailable, match="another run"):
                 async for chunk in stream:
-                    assert set(chunk.versions.tolist()) == {7}
+                    assert set(chunk.versions.per_token().tolist()) == {7}
             assert await state_of(server) == ("serving", "second", 0)
 
 

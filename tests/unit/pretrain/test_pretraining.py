@@ -35,7 +35,7 @@ from asyppo_async.trainer.worker.messages import (
 from asyppo_async.trainer.worker.rank import CriticRank
 from asyppo_async.trainer.worker.specs import GroupTimes, specs_of
 from asyppo_async.trainer.worker.world import World
-from asyppo_async.types import Prompt, Response, Trajectory
+from asyppo_async.types import Prompt, Response, Trajectory, VersionRuns
 from tests.unit.worker.learners import write_model
 
 VOCABULARY = Vocabulary(tokenizer_fingerprint="", size=23)
@@ -62,7 +62,7 @@ def pool_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             response = Response(
                 token_ids=tokens,
                 behaviour_logprobs=np.full(len(tokens), -1, dtype=np.float32),
-                versions=np.zeros(len(tokens), dtype=np.int32),
+                versions=VersionRuns(((0, len(tokens)),)),
                 finish_reason="stop",
             )
             reward = 1.0 if is_right else -1.0

@@ -30,7 +30,7 @@ from asyppo_async.rpc.channel import server_options
 from asyppo_async.rpc.client import FleetClient
 from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.rpc.v1 import fleet_pb2, fleet_pb2_grpc
-from asyppo_async.types import SamplingParams
+from asyppo_async.types import SamplingParams, VersionRuns
 
 SAMPLING = SamplingParams(
     temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=10, stop_token_ids=(2,)
@@ -57,7 +57,7 @@ def chunk(
         sample_index=sample_index,
         token_ids=np.array(ids, np.int32),
         behaviour_logprobs=np.full(len(ids), -0.25, np.float32),
-        versions=np.array(versions or [0] * len(ids), np.int32),
+        versions=VersionRuns.of(versions or [0] * len(ids)),
         finish_reason=finish_reason,
     )
     return fleet_pb2.GenerateChunk(samples=[codec.encode_chunk(tokens)])
@@ -114,7 +114,7 @@ async def test_collect_when_samples_are_interleaved_then_each_is_whole_and_token
     async with served(rollout) as client:
         first, second = await client.collect(call(), 5.0, counts.append)
     assert first.token_ids.tolist() == [6, 7, *range(10, 18)]
-    assert first.versions.tolist() == [3] + [4] * 9
+    assert first.versions.per_token().tolist() == [3] + [4] * 9
     assert first.finish_reason == "length"
     assert second.token_ids.tolist() == [5, 2]
     assert second.behaviour_logprobs.tolist() == [-0.25, -0.25]

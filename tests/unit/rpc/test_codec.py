@@ -9,7 +9,7 @@ from asyppo_async.rpc import codec
 from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.rpc.info import ServerInfo, decode_info, encode_info
 from asyppo_async.rpc.v1 import fleet_pb2
-from asyppo_async.types import SamplingParams
+from asyppo_async.types import SamplingParams, VersionRuns
 from asyppo_async.weights.manifest import Manifest, TensorSpec
 
 
@@ -20,7 +20,7 @@ def tokens(
         sample_index=3,
         token_ids=np.array(ids, np.int32),
         behaviour_logprobs=np.array([-0.5] * len(ids), np.float32),
-        versions=np.array(versions or [0] * len(ids), np.int32),
+        versions=VersionRuns.of(versions or [0] * len(ids)),
         finish_reason=finish_reason,  # type: ignore[arg-type]
     )
 
@@ -36,8 +36,6 @@ def test_unpack_when_bytes_are_no_whole_numbers_then_it_is_refused() -> None:
         codec.unpack_ids(b"1234567")
     with pytest.raises(ValueError, match="log-probs are 4 bytes each, got 1 bytes"):
         codec.unpack_logprobs(b"1")
-    with pytest.raises(ValueError, match="not negative, got -2"):
-        codec.unpack_ids(codec.pack_ids([5, -2]))
 
 
 @given(
@@ -50,28 +48,35 @@ def test_version_runs_when_encoded_and_decoded_then_every_token_has_its_version(
     versions = np.array(
         [start + version for version, count in sorted(runs) for _ in range(count)], dtype=np.int32
     )
-    encoded = codec.encode_version_runs(versions)
-    assert len(encoded) == len(set(versions.tolist()))
-    assert codec.decode_version_runs(encoded, len(versions)).tolist() == versions.tolist()
+    chunk = tokens(*range(len(versions)), versions=tuple(versions.tolist()))
+    message = codec.encode_chunk(chunk)
+    assert len(message.version_runs) == len(set(versions.tolist()))
+    assert codec.decode_chunk(message).versions.per_token().tolist() == versions.tolist()
+    assert codec.decode_chunk(message).versions == chunk.versions
 
 
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ([(0, 2)], "do not add up to 3 tokens"),
-        ([(0, 3), (1, 1)], "do not add up to 3 tokens"),
-        ([(0, 3), (1, 0)], "do not add up to 3 tokens"),
+        ([(0, 2)], "3 tokens, 3 log-probs, version runs of 2 tokens"),
+        ([(0, 3), (1, 1)], "version runs of 4 tokens"),
+        ([(0, 3), (1, 0)], "has a token at least"),
         ([(2, 1), (1, 2)], "never fall"),
         ([(-1, 3)], "never fall"),
-        ([], "do not add up to 3 tokens"),
+        ([(2**31, 3)], "31-bit numbers"),
+        ([], "version runs of 0 tokens"),
     ],
 )
-def test_decode_version_runs_when_they_cannot_be_then_they_are_refused(
+def test_chunk_when_its_version_runs_cannot_be_then_it_is_refused(
     runs: list[tuple[int, int]], message: str
 ) -> None:
-    encoded = [fleet_pb2.VersionRun(version=version, num_tokens=count) for version, count in runs]
+    chunk = codec.encode_chunk(tokens(1, 2, 3))
+    del chunk.version_runs[:]
+    chunk.version_runs.extend(
+        fleet_pb2.VersionRun(version=version, num_tokens=count) for version, count in runs
+    )
     with pytest.raises(ValueError, match=message):
-        codec.decode_version_runs(encoded, 3)
+        codec.decode_chunk(chunk)
 
 
 @pytest.mark.parametrize("finish_reason", [None, "stop", "length"])
@@ -81,7 +86,8 @@ def test_chunk_when_encoded_and_decoded_then_it_is_the_same(finish_reason: str |
         fleet_pb2.SampleChunk.FromString(codec.encode_chunk(chunk).SerializeToString())
     )
     assert (again.sample_index, again.finish_reason) == (3, finish_reason)
-    for name in ("token_ids", "behaviour_logprobs", "versions"):
+    assert again.versions == chunk.versions
+    for name in ("token_ids", "behaviour_logprobs"):
         ours, theirs = getattr(chunk, name), getattr(again, name)
         assert ours.dtype == theirs.dtype
         assert ours.tolist() == theirs.tolist()
@@ -99,7 +105,7 @@ def test_response_of_when_chunks_cross_an_update_then_versions_follow_each_other
         [tokens(1, 2, versions=(4, 4)), tokens(), tokens(3, versions=(5,), finish_reason="stop")]
     )
     assert response.token_ids.tolist() == [1, 2, 3]
-    assert response.versions.tolist() == [4, 4, 5]
+    assert response.versions.per_token().tolist() == [4, 4, 5]
     assert response.finish_reason == "stop"
 
 

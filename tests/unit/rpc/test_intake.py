@@ -12,7 +12,7 @@ from asyppo_async.rpc.calls import GenerateCall, ResponseParts
 from asyppo_async.rpc.codec import SampleTokens
 from asyppo_async.rpc.intake import CLOSE_S, MOST, Intake
 from asyppo_async.rpc.v1 import fleet_pb2
-from asyppo_async.types import SamplingParams
+from asyppo_async.types import SamplingParams, VersionRuns
 
 SAMPLING = SamplingParams(
     temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=1000, stop_token_ids=()
@@ -33,7 +33,7 @@ def message(sample_index: int, *ids: int, **fields: int) -> bytes:
         sample_index=sample_index,
         token_ids=np.array(ids, np.int32),
         behaviour_logprobs=np.full(len(ids), -0.25, np.float32),
-        versions=np.zeros(len(ids), np.int32),
+        versions=VersionRuns(((0, len(ids)),)),
         finish_reason=None,
     )
     return fleet_pb2.GenerateChunk(samples=[codec.encode_chunk(tokens)], **fields).SerializeToString()

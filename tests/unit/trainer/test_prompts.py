@@ -146,7 +146,10 @@ def test_think_tags_when_they_are_special_tokens_then_stay_in_the_text_that_is_s
     material = read(tmp_path, "critic.count=0", "algorithm.estimator=grpo", "algorithm.advantage_mask_share=0",
                     "algorithm.entropy_filter_share=0")  # fmt: skip
     ids = [*tokenizer.encode("<think>1</think>2", add_special_tokens=False), tokenizer.eos_token_id]
-    assert material.decode(ids) == "<think>1</think>2"
+    roomy = replace(material, identity=replace(material.identity, vocab_size=len(tokenizer)))
+    assert roomy.decode(ids) == "<think>1</think>2"
+    with pytest.raises(ValueError, match=f"token id {max(ids)} is not in the actor's vocabulary of"):
+        material.decode(ids)
 
 
 @pytest.mark.report("P31")
