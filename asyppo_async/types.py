@@ -133,7 +133,8 @@ class VersionRuns:
 class Response:
     """What the fleet generated for one sample: token ids, never text (invariant 1).
 
-    Never written after construction; that it could be is for its speed, as one is made of every message.
+    Never written after construction. It is not frozen because that doubles what making one costs, and one is made of
+    every response that comes.
     """
 
     token_ids: Int32Array
