@@ -159,11 +159,11 @@ class ResponseParts:
     def _response(self, index: int, chunks: list[SampleTokens]) -> Response:
         response = codec.response_of(chunks)
         last = int(response.token_ids[-1])
-        if (response.finish_reason == "stop") != (last in self._sampling.stop_token_ids):
-            what = "stopped" if response.finish_reason == "stop" else "was cut"
-            raise ValueError(
-                f"sample {index} {what} at {last}, which is {'a' if what == 'was cut' else 'no'} stop id"
-            )
+        is_stop = last in self._sampling.stop_token_ids
+        if response.finish_reason == "stop" and not is_stop:
+            raise ValueError(f"sample {index} stopped at {last}, which is no stop id")
+        if response.finish_reason == "length" and is_stop:
+            raise ValueError(f"sample {index} was cut at {last}, which is a stop id")
         if len(response.token_ids) > self._sampling.max_tokens:
             raise ValueError(
                 f"sample {index} has {len(response.token_ids)} tokens, max_tokens {self._sampling.max_tokens}"

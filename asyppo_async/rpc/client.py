@@ -228,9 +228,8 @@ class FleetClient:
                     self._translating(what, guarded, deadline_s),
                     intake,
                 ):
-                    async for (
-                        data
-                    ) in guarded.call:  # little is done for each: it bounds what one core takes in
+                    # Little is done for each message: it bounds what one core takes in.
+                    async for data in guarded.call:
                         self._pulse.heard()
                         intake.put(data)
             if parts.unfinished():

@@ -206,7 +206,7 @@ def response_of(chunks: Sequence[SampleTokens]) -> Response:
     """The chunks of one finished sample, in their order, as one response."""
     if not chunks or chunks[-1].finish_reason is None:
         raise ValueError("the last chunk of a response says why it ended")
-    whole = joined(chunks) if len(chunks) > 1 else chunks[0]
+    whole = joined(chunks)
     if not len(whole.token_ids):
         raise ValueError(f"a response ended ({whole.finish_reason}) without a token")
     return Response(
