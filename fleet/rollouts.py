@@ -161,6 +161,7 @@ class RolloutCall:
             return_kept_tokens=self._draw.return_kept_tokens,
             return_routed_experts=self._draw.return_routed_experts,
         )
+        newest = 0
         async with contextlib.aclosing(self._floor.engine.generate(request)) as deltas:
             async for delta in deltas:
                 if attempt.recalled:
@@ -171,6 +172,13 @@ class RolloutCall:
                     raise EngineFault(f"request {attempt.engine_id} was aborted by the engine itself")
                 if delta.runs:
                     await self._floor.gate.wait(delta.runs[-1].label.load)
+                for version in (run.label.version for run in delta.runs):
+                    if version < newest:
+                        raise EngineFault(
+                            f"weights of another run were loaded while it was sampled (version {version} after "
+                            f"{newest}): ask for it again"
+                        )
+                    newest = version
                 self._outbox.put(SampleDelta(sample_index=index, delta=delta))
         return True
 

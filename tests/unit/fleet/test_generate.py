@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from asyppo_async.errors import FleetMismatch, FleetOverloaded, FleetUnavailable, RequestRejected
+from asyppo_async.fleet.engine.protocol import WeightsLabel
 from asyppo_async.fleet.engine.scripted import Script
 from asyppo_async.rpc.calls import GenerateCall, ResponseParts
 from asyppo_async.rpc.codec import SampleTokens
@@ -48,6 +49,24 @@ async def test_generate_when_a_prompt_begins_with_two_equal_ids_then_the_engine_
     async with serving() as server:
         await server.client.collect(draw(prompt_token_ids=[1, 1, 5]), DEADLINE_S, lambda _: None)
         assert server.engine.prompts == [[1, 1, 5]]
+
+
+@pytest.mark.report("P34")
+async def test_generate_when_an_older_version_is_loaded_meanwhile_then_the_sample_fails_and_says_so(
+    serving, draw
+) -> None:
+    """A trainer that begins anew counts from 0, and whoever else samples from the fleet may stand between."""
+    async with serving(Script(delta_delay_s=0.01)) as server:
+        server.engine._label = WeightsLabel(version=7, load=0)
+
+        def begin_anew(num_tokens: int) -> None:
+            if num_tokens:
+                server.engine._label = WeightsLabel(version=2, load=0)
+
+        parts = ResponseParts(1, draw(max_tokens=60).sampling)
+        (response,) = await server.client.collect_until(draw(max_tokens=60), DEADLINE_S, begin_anew, parts)
+    assert response is None
+    assert "version 2 after 7" in parts.failures[0].message
 
 
 async def test_generate_when_slots_are_few_then_engine_never_has_more(serving, draw) -> None:
