@@ -109,9 +109,17 @@ class VersionRuns:
         return cls(tuple(zip(flat[starts].tolist(), lengths.tolist(), strict=True)))
 
     @classmethod
-    def joined(cls, parts: "Sequence[VersionRuns]") -> Self:
-        """Of consecutive parts of one sample; raise `ValueError` where a version is older than one before it."""
-        return cls(tuple(run for part in parts for run in part.runs))
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Of consecutive parts of one sample, one run a version however many there are.
+
+        Raises:
+            ValueError: A version is older than one before it.
+        """
+        runs: list[tuple[int, int]] = []
+        for version, num_tokens in (run for part in parts for run in part.runs):
+            before = runs.pop()[1] if runs and runs[-1][0] == version else 0
+            runs.append((version, before + num_tokens))
+        return cls(tuple(runs))
 
     @property
     def oldest(self) -> int:

@@ -148,7 +148,7 @@ def check_fresh(address: str, version: int, report: ProbeReport) -> None:
         if not response.versions.oldest == response.versions.newest == version:
             raise WeightSyncError(
                 f"server {address}, probe of version {version}: a continuation was sampled by versions "
-                f"{sorted({version for version, _ in response.versions.runs})}"
+                f"{sorted({sampled for sampled, _ in response.versions.runs})}"
             )
 
 
